@@ -1,0 +1,228 @@
+#include "arguments.h"
+
+#include <optional>
+#include <sstream>
+#include <utility>
+
+namespace jax_fa {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+constexpr const char* kInputs[] = {
+    "q",          "k",           "v",        "q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k",
+    "q_segments", "kv_segments", "q_offset", "sinks",
+};
+constexpr const char* kBackwardInputs[] = {"out", "lse", "dout", "dlse"};
+constexpr const char* kForwardOutputs[] = {"out", "lse"};
+constexpr const char* kBackwardOutputs[] = {"dq", "dk", "dv", "dsinks"};
+
+using Shape = std::vector<int64_t>;
+
+std::string ToString(const Shape& shape) {
+  std::ostringstream text;
+  text << "[";
+  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
+  text << "]";
+  return text.str();
+}
+
+// Reads buffers by position and remembers the first complaint, so that callers read as a list.
+class Reader {
+ public:
+  Reader(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const char* operation)
+      : args_(args), rets_(rets), operation_(operation) {}
+
+  // The next operand or result; its element type and shape must be as given.
+  void* Next(const char* name, ffi::DataType dtype, const Shape& shape) {
+    return Checked(Take(), name, dtype, shape);
+  }
+  // The same, or null for an array without elements.
+  void* NextOptional(const char* name, ffi::DataType dtype, const Shape& shape) {
+    std::optional<ffi::AnyBuffer> buffer = Take();
+    if (!buffer.has_value() || buffer->element_count() == 0) return nullptr;
+    return Checked(buffer, name, dtype, shape);
+  }
+  std::optional<ffi::AnyBuffer> Peek(size_t index) {
+    auto buffer = args_.get<ffi::AnyBuffer>(index);
+    if (buffer.has_value()) return *buffer;
+    Complain(buffer.error().message());
+    return std::nullopt;
+  }
+  void ReadResults() {
+    reading_results_ = true;
+    next_ = 0;
+  }
+  void Complain(const std::string& what) {
+    if (error_.empty()) error_ = std::string(operation_) + ": " + what;
+  }
+  bool ok() const { return error_.empty(); }
+  ffi::Error error() const { return ffi::Error::InvalidArgument(error_); }
+
+ private:
+  std::optional<ffi::AnyBuffer> Take() {
+    const size_t index = next_++;
+    if (!reading_results_) return Peek(index);
+    auto buffer = rets_.get<ffi::AnyBuffer>(index);
+    if (buffer.has_value()) return **buffer;
+    Complain(buffer.error().message());
+    return std::nullopt;
+  }
+  void* Checked(const std::optional<ffi::AnyBuffer>& buffer, const char* name, ffi::DataType dtype,
+                const Shape& shape) {
+    if (!buffer.has_value()) return nullptr;
+    const Shape got(buffer->dimensions().begin(), buffer->dimensions().end());
+    if (buffer->element_type() != dtype || got != shape) {
+      std::ostringstream text;
+      text << name << " should be " << dtype << ToString(shape) << ", but is " << buffer->element_type()
+           << ToString(got);
+      Complain(text.str());
+    }
+    return buffer->untyped_data();
+  }
+
+  const ffi::RemainingArgs& args_;
+  const ffi::RemainingRets& rets_;
+  const char* operation_;
+  size_t next_ = 0;
+  bool reading_results_ = false;
+  std::string error_;
+};
+
+std::optional<DType> KernelDType(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::DataType::F32:
+      return DType::kF32;
+    case ffi::DataType::BF16:
+      return DType::kBF16;
+    case ffi::DataType::F16:
+      return DType::kF16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// What ReadInputs learns besides the parameters themselves: the shapes later operands repeat.
+struct Layout {
+  ffi::DataType dtype = ffi::DataType::INVALID;
+  Shape q, k, v, out, lse, sinks;
+};
+
+// Derives the extents from q, k, v and cu_seqlens_q; every other operand is checked against them.
+bool ReadExtents(Reader& reader, const Attributes& attributes, Problem* problem, Layout* layout) {
+  const auto q = reader.Peek(0), k = reader.Peek(1), v = reader.Peek(2), cu_q = reader.Peek(5);
+  if (!q || !k || !v || !cu_q) return false;
+  const auto qd = q->dimensions(), kd = k->dimensions(), vd = v->dimensions();
+  const std::optional<DType> dtype = KernelDType(q->element_type());
+  if (!dtype || qd.size() != 4 || kd.size() != 4 || vd.size() != 4) {
+    reader.Complain("q, k and v should be float32, bfloat16 or float16 arrays of rank 4");
+    return false;
+  }
+  if (kd[2] == 0 || qd[2] % kd[2] != 0) {
+    reader.Complain("query heads (" + std::to_string(qd[2]) + ") should be a multiple of key/value heads (" +
+                    std::to_string(kd[2]) + ")");
+    return false;
+  }
+  const int64_t sequences = cu_q->element_count() > 0 ? static_cast<int64_t>(cu_q->element_count()) - 1 : qd[0];
+  *problem = {*dtype, qd[0], sequences, qd[1], kd[1], qd[2], kd[2], qd[3], vd[3],
+              attributes.scale, attributes.soft_cap, attributes.window_left, attributes.window_right,
+              attributes.bottom_right, attributes.deterministic};
+  layout->dtype = q->element_type();
+  layout->q = {qd[0], qd[1], qd[2], qd[3]};
+  layout->k = {qd[0], kd[1], kd[2], qd[3]};
+  layout->v = {qd[0], kd[1], kd[2], vd[3]};
+  layout->out = {qd[0], qd[1], qd[2], vd[3]};
+  layout->lse = {qd[0], qd[1], qd[2]};
+  layout->sinks = {sequences, qd[2]};
+  return true;
+}
+
+// The operands both operations share; Params is FwdParams or BwdParams.
+template <typename Params>
+bool ReadInputs(Reader& reader, const Attributes& attributes, Params* params, Layout* layout) {
+  if (!ReadExtents(reader, attributes, &params->problem, layout)) return false;
+  const Problem& p = params->problem;
+  const auto ints = [&](const char* name, const Shape& shape) {
+    return static_cast<const int32_t*>(reader.NextOptional(name, ffi::DataType::S32, shape));
+  };
+  params->q = reader.Next("q", layout->dtype, layout->q);
+  params->k = reader.Next("k", layout->dtype, layout->k);
+  params->v = reader.Next("v", layout->dtype, layout->v);
+  params->extras.q_lengths = ints("q_lengths", {p.num_sequences});
+  params->extras.kv_lengths = ints("kv_lengths", {p.num_sequences});
+  params->extras.cu_seqlens_q = ints("cu_seqlens_q", {p.num_sequences + 1});
+  params->extras.cu_seqlens_k = ints("cu_seqlens_k", {p.num_sequences + 1});
+  params->extras.q_segments = ints("q_segments", {p.batch, p.q_len});
+  params->extras.kv_segments = ints("kv_segments", {p.batch, p.kv_len});
+  params->extras.q_offset = ints("q_offset", {p.num_sequences});
+  params->extras.sinks =
+      static_cast<const float*>(reader.NextOptional("sinks", ffi::DataType::F32, layout->sinks));
+  const Extras& extras = params->extras;
+  if ((extras.cu_seqlens_q == nullptr) != (extras.cu_seqlens_k == nullptr)) {
+    reader.Complain("cu_seqlens_q and cu_seqlens_k should be given together");
+  }
+  if (p.q_len > 0 && p.kv_len > 0 && (extras.q_segments == nullptr) != (extras.kv_segments == nullptr)) {
+    reader.Complain("q_segments and kv_segments should be given together");
+  }
+  return reader.ok();
+}
+
+template <size_t n>
+void Append(const char* const (&names)[n], std::vector<std::string>* out) {
+  out->insert(out->end(), names, names + n);
+}
+
+}  // namespace
+
+ffi::ErrorOr<FwdParams> ForwardParams(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                                      const Attributes& attributes) {
+  Reader reader(args, rets, "jax_fa forward");
+  FwdParams params{};
+  Layout layout;
+  if (!ReadInputs(reader, attributes, &params, &layout)) return ffi::Unexpected(reader.error());
+  reader.ReadResults();
+  params.out = reader.Next("out", layout.dtype, layout.out);
+  params.lse = static_cast<float*>(reader.Next("lse", ffi::DataType::F32, layout.lse));
+  if (!reader.ok()) return ffi::Unexpected(reader.error());
+  return params;
+}
+
+ffi::ErrorOr<BwdParams> BackwardParams(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                                       const Attributes& attributes) {
+  Reader reader(args, rets, "jax_fa backward");
+  BwdParams params{};
+  Layout layout;
+  if (!ReadInputs(reader, attributes, &params, &layout)) return ffi::Unexpected(reader.error());
+  params.out = reader.Next("out", layout.dtype, layout.out);
+  params.lse = static_cast<const float*>(reader.Next("lse", ffi::DataType::F32, layout.lse));
+  params.dout = reader.Next("dout", layout.dtype, layout.out);
+  params.dlse = static_cast<const float*>(reader.NextOptional("dlse", ffi::DataType::F32, layout.lse));
+  reader.ReadResults();
+  params.dq = reader.Next("dq", layout.dtype, layout.q);
+  params.dk = reader.Next("dk", layout.dtype, layout.k);
+  params.dv = reader.Next("dv", layout.dtype, layout.v);
+  params.dsinks = static_cast<float*>(reader.NextOptional("dsinks", ffi::DataType::F32, layout.sinks));
+  if (reader.ok() && (params.dsinks == nullptr) != (params.extras.sinks == nullptr)) {
+    reader.Complain("dsinks should be asked for if and only if sinks is given");
+  }
+  if (!reader.ok()) return ffi::Unexpected(reader.error());
+  return params;
+}
+
+std::vector<std::string> OperandNames(bool backward) {
+  std::vector<std::string> names;
+  Append(kInputs, &names);
+  if (backward) {
+    Append(kBackwardInputs, &names);
+    Append(kBackwardOutputs, &names);
+  } else {
+    Append(kForwardOutputs, &names);
+  }
+  return names;
+}
+
+std::vector<std::string> AttributeNames() {
+  return {"scale", "soft_cap", "window_left", "window_right", "bottom_right", "deterministic"};
+}
+
+}  // namespace jax_fa

@@ -1,0 +1,50 @@
+// From XLA FFI call frames to FwdParams / BwdParams: the one place that knows operand order, attribute
+// names and shapes. jax_fa/bindings.py is the other side of this agreement (a test compares them).
+//
+// Operands of both operations, in order; an absent one is an array of zero elements:
+//   q k v  q_lengths kv_lengths  cu_seqlens_q cu_seqlens_k  q_segments kv_segments  q_offset sinks
+// forward returns  out lse;  backward takes in addition  out lse dout dlse  and returns  dq dk dv dsinks.
+#ifndef JAX_FA_ARGUMENTS_H_
+#define JAX_FA_ARGUMENTS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fa {
+
+// The attributes of both operations. Fields are only ever added: exported programs hold them.
+struct Attributes {
+  float scale;
+  float soft_cap;        // 0: none
+  int32_t window_left;   // kUnbounded: none
+  int32_t window_right;  // kUnbounded: none; causal is 0
+  bool bottom_right;
+  bool deterministic;
+};
+
+// Checks dtypes, ranks and extents against each other; errors are kInvalidArgument.
+xla::ffi::ErrorOr<FwdParams> ForwardParams(const xla::ffi::RemainingArgs& args,
+                                           const xla::ffi::RemainingRets& rets,
+                                           const Attributes& attributes);
+xla::ffi::ErrorOr<BwdParams> BackwardParams(const xla::ffi::RemainingArgs& args,
+                                            const xla::ffi::RemainingRets& rets,
+                                            const Attributes& attributes);
+
+// Names in call order, for the test that compares them with bindings.py.
+std::vector<std::string> OperandNames(bool backward);
+std::vector<std::string> AttributeNames();
+
+}  // namespace jax_fa
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fa::Attributes, ::xla::ffi::StructMember<float>("scale"),
+                                      ::xla::ffi::StructMember<float>("soft_cap"),
+                                      ::xla::ffi::StructMember<int32_t>("window_left"),
+                                      ::xla::ffi::StructMember<int32_t>("window_right"),
+                                      ::xla::ffi::StructMember<bool>("bottom_right"),
+                                      ::xla::ffi::StructMember<bool>("deterministic"));
+
+#endif  // JAX_FA_ARGUMENTS_H_

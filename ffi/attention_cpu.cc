@@ -1,0 +1,242 @@
+// Cuts attention into tiles and runs them with the kernels of this machine's instruction set.
+#include "attention_cpu.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "attention_cpu_kernels.h"
+
+namespace jax_fa {
+
+Range VisibleKeys(const Sequence& sequence, int64_t row) { return sequence.window.KeysOf(row); }
+Range VisibleRows(const Sequence& sequence, int64_t key) { return sequence.window.RowsOf(key); }
+
+namespace {
+
+// ---- Instruction set ----------------------------------------------------------------------------
+
+// Best first; every entry is compiled in and runs on this machine.
+std::vector<const CpuKernels*> SupportedKernels() {
+  std::vector<const CpuKernels*> kernels;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    kernels.push_back(&avx512::kKernels);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    kernels.push_back(&avx2::kKernels);
+  }
+#endif
+#if defined(__aarch64__)
+  kernels.push_back(&neon::kKernels);
+#else
+  kernels.push_back(&portable::kKernels);
+#endif
+  return kernels;
+}
+
+std::atomic<const CpuKernels*>& ChosenKernels() {
+  static std::atomic<const CpuKernels*> chosen{SupportedKernels().front()};
+  return chosen;
+}
+
+// ---- Sequences ----------------------------------------------------------------------------------
+
+// Tokens [first, first + used) of an array, within a slot that may be longer.
+struct Slot {
+  int64_t first;
+  int64_t used;
+};
+
+// Slots of one side, in order and apart, whatever the borders and lengths say.
+std::vector<Slot> Slots(int64_t count, int64_t length, const int32_t* cu_seqlens,
+                        const int32_t* lengths) {
+  std::vector<Slot> slots(count);
+  int64_t packed_end = 0;
+  for (int64_t m = 0; m < count; ++m) {
+    int64_t first = m * length;
+    int64_t size = length;
+    if (cu_seqlens) {
+      first = std::clamp<int64_t>(cu_seqlens[m], packed_end, length);
+      packed_end = std::clamp<int64_t>(cu_seqlens[m + 1], first, length);
+      size = packed_end - first;
+    }
+    slots[m] = {first, lengths ? std::clamp<int64_t>(lengths[m], 0, size) : size};
+  }
+  return slots;
+}
+
+std::vector<Sequence> Sequences(const Problem& problem, const Extras& extras,
+                                const std::vector<Slot>& q_slots,
+                                const std::vector<Slot>& kv_slots) {
+  // Farther than any query_offset reaches.
+  constexpr int64_t kFar = int64_t{1} << 40;
+  const int64_t left = problem.window_left >= kUnbounded ? kFar : problem.window_left;
+  const int64_t right = problem.window_right >= kUnbounded ? kFar : problem.window_right;
+  std::vector<Sequence> sequences(problem.num_sequences);
+  for (int64_t m = 0; m < problem.num_sequences; ++m) {
+    const Slot q = q_slots[m];
+    const Slot kv = kv_slots[m];
+    const int64_t shift = (extras.q_offset ? extras.q_offset[m] : 0) +
+                          (problem.bottom_right ? kv.used - q.used : 0);
+    sequences[m] = {m, q.first, kv.first, {shift, left, right, q.used, kv.used}};
+  }
+  return sequences;
+}
+
+// Everything that a call needs besides its operands.
+struct Work {
+  std::vector<Slot> q_slots;
+  std::vector<Slot> kv_slots;
+  std::vector<Sequence> sequences;
+  int64_t q_tokens;
+  int64_t kv_tokens;
+
+  Work(const Problem& problem, const Extras& extras)
+      : q_slots(Slots(problem.num_sequences, problem.q_len, extras.cu_seqlens_q,
+                      extras.q_lengths)),
+        kv_slots(Slots(problem.num_sequences, problem.kv_len, extras.cu_seqlens_k,
+                       extras.kv_lengths)),
+        sequences(Sequences(problem, extras, q_slots, kv_slots)),
+        q_tokens(problem.batch * problem.q_len),
+        kv_tokens(problem.batch * problem.kv_len) {}
+};
+
+// Calls fill(first, count) for the runs of tokens that no slot uses.
+template <typename Fill>
+void FillUnused(const std::vector<Slot>& slots, int64_t tokens, Fill fill) {
+  int64_t end = 0;
+  for (const Slot& slot : slots) {
+    if (slot.first > end) fill(end, slot.first - end);
+    end = slot.first + slot.used;
+  }
+  if (tokens > end) fill(end, tokens - end);
+}
+
+void ZeroUnused(const std::vector<Slot>& slots, int64_t tokens, int64_t token_bytes, void* array) {
+  FillUnused(slots, tokens, [&](int64_t first, int64_t count) {
+    std::memset(static_cast<char*>(array) + first * token_bytes, 0, count * token_bytes);
+  });
+}
+
+// ---- Tiles --------------------------------------------------------------------------------------
+
+// Query tiles from the last to the first: under a causal mask the last have the most to do, and
+// starting with them keeps the threads busy to the end.
+std::vector<Tile> QueryTiles(const Problem& problem, const std::vector<Sequence>& sequences,
+                             int64_t tile_rows) {
+  const int64_t group = problem.num_q_heads / problem.num_kv_heads;
+  std::vector<Tile> tiles;
+  for (const Sequence& sequence : sequences) {
+    const int64_t rows = sequence.window.q_len * group;
+    for (int64_t head = 0; head < problem.num_kv_heads; ++head) {
+      for (int64_t first = 0; first < rows; first += tile_rows) {
+        tiles.push_back({&sequence, head, first});
+      }
+    }
+  }
+  std::reverse(tiles.begin(), tiles.end());
+  return tiles;
+}
+
+std::vector<Tile> KeyTiles(const Problem& problem, const std::vector<Sequence>& sequences,
+                           int64_t tile_rows) {
+  std::vector<Tile> tiles;
+  for (const Sequence& sequence : sequences) {
+    for (int64_t head = 0; head < problem.num_kv_heads; ++head) {
+      for (int64_t first = 0; first < sequence.window.kv_len; first += tile_rows) {
+        tiles.push_back({&sequence, head, first});
+      }
+    }
+  }
+  return tiles;
+}
+
+class AlignedFloats {
+ public:
+  explicit AlignedFloats(int64_t count)
+      : data_(static_cast<float*>(::operator new(count * sizeof(float), kAlignment))) {}
+  ~AlignedFloats() { ::operator delete(data_, kAlignment); }
+  AlignedFloats(const AlignedFloats&) = delete;
+  AlignedFloats& operator=(const AlignedFloats&) = delete;
+  float* get() const { return data_; }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  float* data_;
+};
+
+}  // namespace
+
+const char* CpuIsa() { return ChosenKernels().load()->name; }
+
+bool ForceCpuIsa(const char* name) {
+  for (const CpuKernels* kernels : SupportedKernels()) {
+    if (std::strcmp(kernels->name, name) != 0) continue;
+    ChosenKernels() = kernels;
+    return true;
+  }
+  return false;
+}
+
+void AttentionForwardCpu(const FwdParams& params, const ParallelFor& parallel_for) {
+  const CpuKernels& kernels = *ChosenKernels().load();
+  const Problem& problem = params.problem;
+  const Work work(problem, params.extras);
+  const int64_t element_bytes = problem.dtype == DType::kF32 ? 4 : 2;
+  const int64_t heads = problem.num_q_heads;
+
+  ZeroUnused(work.q_slots, work.q_tokens, heads * problem.value_dim * element_bytes, params.out);
+  FillUnused(work.q_slots, work.q_tokens, [&](int64_t first, int64_t count) {
+    std::fill_n(params.lse + first * heads, count * heads, -__builtin_inff());
+  });
+
+  const std::vector<Tile> tiles =
+      QueryTiles(problem, work.sequences, kernels.tile_rows(problem));
+  parallel_for(static_cast<int64_t>(tiles.size()), [&](int64_t i) {
+    const AlignedFloats scratch(kernels.scratch_floats(problem));
+    kernels.forward(params, tiles[i], scratch.get());
+  });
+}
+
+void AttentionBackwardCpu(const BwdParams& params, const ParallelFor& parallel_for) {
+  const CpuKernels& kernels = *ChosenKernels().load();
+  const Problem& problem = params.problem;
+  const Work work(problem, params.extras);
+  const int64_t element_bytes = problem.dtype == DType::kF32 ? 4 : 2;
+  const int64_t q_heads = problem.num_q_heads;
+  const int64_t kv_heads = problem.num_kv_heads;
+  const int64_t scratch_floats = kernels.scratch_floats(problem);
+  const int64_t tile_rows = kernels.tile_rows(problem);
+
+  ZeroUnused(work.q_slots, work.q_tokens, q_heads * problem.head_dim * element_bytes, params.dq);
+  ZeroUnused(work.kv_slots, work.kv_tokens, kv_heads * problem.head_dim * element_bytes, params.dk);
+  ZeroUnused(work.kv_slots, work.kv_tokens, kv_heads * problem.value_dim * element_bytes,
+             params.dv);
+
+  const AlignedFloats delta(work.q_tokens * q_heads);
+  parallel_for(problem.num_sequences * q_heads, [&](int64_t i) {
+    const AlignedFloats scratch(scratch_floats);
+    kernels.delta(params, work.sequences[i / q_heads], i % q_heads, scratch.get(), delta.get());
+  });
+
+  const std::vector<Tile> q_tiles = QueryTiles(problem, work.sequences, tile_rows);
+  const std::vector<Tile> kv_tiles = KeyTiles(problem, work.sequences, tile_rows);
+  const int64_t num_q_tiles = static_cast<int64_t>(q_tiles.size());
+  const int64_t num_tiles = num_q_tiles + static_cast<int64_t>(kv_tiles.size());
+  parallel_for(num_tiles, [&](int64_t i) {
+    const AlignedFloats scratch(scratch_floats);
+    if (i < num_q_tiles) {
+      kernels.backward_q(params, q_tiles[i], delta.get(), scratch.get());
+    } else {
+      kernels.backward_kv(params, kv_tiles[i - num_q_tiles], delta.get(), scratch.get());
+    }
+  });
+}
+
+}  // namespace jax_fa

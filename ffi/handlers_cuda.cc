@@ -1,0 +1,181 @@
+// The two operations on platform "CUDA": decode, find the variant, launch it.
+//
+// XLA runs the initialize stage of a call before each of its executions, outside graph capture; the
+// first one on a device loads the variant there. Execute only launches: it may be captured into a
+// command buffer.
+#include "handlers_cuda.h"
+
+#include <cstdint>
+#include <string>
+
+#include "arguments.h"
+#include "driver.h"
+#include "kernel_table.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fa {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+constexpr uintptr_t kAlignment = 16;  // jax_fa/kernels/abi.py: ALIGNMENT_BYTES
+
+// Where a call runs.
+struct Place {
+  int32_t ordinal;
+  void* stream;
+};
+
+// A call with the variant that serves it.
+struct Selection {
+  const Variant* variant;
+  Device device;
+};
+
+ffi::Error Unimplemented(const std::string& what) {
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, "jax_fa: " + what);
+}
+
+ffi::Error Internal(const Failure& failure) {
+  return ffi::Error(ffi::ErrorCode::kInternal, "jax_fa: " + *failure);
+}
+
+// Kernels count in 32 bits, and take kUnbounded for more than any length.
+ffi::Error CheckExtents(const Problem& p) {
+  const struct {
+    const char* name;
+    int64_t value;
+  } extents[] = {
+      {"batch", p.batch},         {"number of sequences", p.num_sequences},
+      {"query length", p.q_len},  {"key length", p.kv_len},
+      {"query heads", p.num_q_heads}, {"key/value heads", p.num_kv_heads},
+      {"batch times query heads", p.batch * p.num_q_heads},
+  };
+  for (const auto& extent : extents) {
+    if (extent.value < 0 || extent.value >= kUnbounded) {
+      return Unimplemented(std::string(extent.name) + " is " + std::to_string(extent.value) +
+                           "; GPU kernels take less than " + std::to_string(kUnbounded));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Params>
+ffi::Error CheckAlignment(const Params& params) {
+  const void* const arrays[] = {params.q, params.k, params.v, params.out};
+  for (const void* array : arrays) {
+    if (reinterpret_cast<uintptr_t>(array) % kAlignment != 0) {
+      return Unimplemented("an array starts at an address that is no multiple of " +
+                           std::to_string(kAlignment) + " bytes");
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// A grid without blocks cannot be launched. (Without keys there is still an output to write.)
+bool HasNothingToWrite(const FwdParams& params) {
+  const Problem& p = params.problem;
+  return p.batch * p.q_len * p.num_q_heads == 0;
+}
+
+bool HasNothingToWrite(const BwdParams& params) {
+  const Problem& p = params.problem;
+  return p.batch == 0 || p.num_q_heads == 0 || (p.q_len == 0 && p.kv_len == 0);
+}
+
+template <typename Params>
+ffi::ErrorOr<Selection> Select(const Params& params, const Place& place) {
+  if (ffi::Error error = CheckExtents(params.problem); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  if (KernelTable().num_variants == 0) {
+    return ffi::Unexpected(Unimplemented(
+        "this build holds no GPU kernels. Reinstall with nvidia-cutlass-dsl in the build "
+        "environment, or use implementation='xla'"));
+  }
+  Selection selection{};
+  if (const Failure failure = QueryDevice(place.ordinal, place.stream, &selection.device)) {
+    return ffi::Unexpected(Internal(failure));
+  }
+  const int32_t capability = selection.device.capability;
+  const int32_t arch = ArchOf(capability);
+  if (arch == 0) {
+    return ffi::Unexpected(Unimplemented("no kernels are compiled for GPUs of compute capability " +
+                                         std::to_string(capability / 10) + "." +
+                                         std::to_string(capability % 10)));
+  }
+  const VariantKey key = KeyOf(params, arch);
+  selection.variant = FindVariant(key);
+  if (selection.variant == nullptr) return ffi::Unexpected(Unimplemented(Refusal(key)));
+  return selection;
+}
+
+template <typename Params>
+ffi::Error Initialize(const ffi::ErrorOr<Params>& params, const Place& place) {
+  if (params.has_error()) return params.error();
+  const ffi::ErrorOr<Selection> selection = Select(*params, place);
+  if (selection.has_error()) return selection.error();
+  if (const Failure failure = Load(selection->variant->object, place.ordinal, place.stream)) {
+    return Internal(failure);
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Params>
+ffi::Error Execute(const ffi::ErrorOr<Params>& params, const Place& place) {
+  if (params.has_error()) return params.error();
+  if (HasNothingToWrite(*params)) return ffi::Error::Success();
+  if (ffi::Error error = CheckAlignment(*params); error.failure()) return error;
+  const ffi::ErrorOr<Selection> selection = Select(*params, place);
+  if (selection.has_error()) return selection.error();
+  Arguments arguments;
+  FillArguments(*params, selection->device, place.stream, &arguments);
+  if (const Failure failure = Call(selection->variant->object, place.ordinal, &arguments)) {
+    return Internal(failure);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error InitializeForward(int32_t ordinal, void* stream, Attributes attributes,
+                             ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return Initialize(ForwardParams(args, rets, attributes), {ordinal, stream});
+}
+
+ffi::Error ExecuteForward(int32_t ordinal, void* stream, Attributes attributes,
+                          ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return Execute(ForwardParams(args, rets, attributes), {ordinal, stream});
+}
+
+ffi::Error InitializeBackward(int32_t ordinal, void* stream, Attributes attributes,
+                              ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return Initialize(BackwardParams(args, rets, attributes), {ordinal, stream});
+}
+
+ffi::Error ExecuteBackward(int32_t ordinal, void* stream, Attributes attributes,
+                           ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return Execute(BackwardParams(args, rets, attributes), {ordinal, stream});
+}
+
+template <ffi::ExecutionStage stage>
+auto Binding() {
+  return ffi::Ffi::Bind<stage>()
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Ctx<ffi::PlatformStream<void*>>()
+      .template Attrs<Attributes>()
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+constexpr auto kInitialize = ffi::ExecutionStage::kInitialize;
+constexpr auto kExecute = ffi::ExecutionStage::kExecute;
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kInitializeForwardCuda, InitializeForward, Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardCuda, ExecuteForward, Binding<kExecute>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kInitializeBackwardCuda, InitializeBackward, Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardCuda, ExecuteBackward, Binding<kExecute>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jax_fa

@@ -1,0 +1,18 @@
+// The kernel table of a build without GPU kernels.
+#ifndef JAX_FA_HAS_GPU_KERNELS
+
+#include "kernel_table.h"
+
+namespace jax_fa {
+
+const Table& KernelTable() {
+  static const Table table{nullptr, 0, nullptr, 0};
+  return table;
+}
+
+void FillArguments(const FwdParams&, const Device&, void*, Arguments*) {}
+void FillArguments(const BwdParams&, const Device&, void*, Arguments*) {}
+
+}  // namespace jax_fa
+
+#endif  // JAX_FA_HAS_GPU_KERNELS

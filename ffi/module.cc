@@ -1,0 +1,56 @@
+// The extension module: what Python may ask of the compiled part, and nothing else.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "arguments.h"
+#include "attention_cpu.h"
+#include "band.h"
+#include "handlers_cpu.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+// Raised whenever operands or attributes change; bindings.py refuses another number.
+constexpr int kVersion = 1;
+
+nb::capsule Handler(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+// platform -> {target name -> handler}
+nb::dict Registrations() {
+  nb::dict cpu;
+  cpu["jax_fa_fwd_v1"] = Handler(jax_fa::kForwardCpu);
+  cpu["jax_fa_bwd_v1"] = Handler(jax_fa::kBackwardCpu);
+  nb::dict platforms;
+  platforms["cpu"] = cpu;
+  return platforms;
+}
+
+// The C++ band, for the test that compares it with band.py. window: shift, left, right, q_len, kv_len.
+std::pair<int64_t, int64_t> KeysOf(const std::vector<int64_t>& window, int64_t row) {
+  const jax_fa::Range keys =
+      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.KeysOf(row);
+  return {keys.lo, keys.hi};
+}
+
+std::pair<int64_t, int64_t> RowsOf(const std::vector<int64_t>& window, int64_t key) {
+  const jax_fa::Range rows =
+      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.RowsOf(key);
+  return {rows.lo, rows.hi};
+}
+
+}  // namespace
+
+NB_MODULE(_jax_fa, m) {
+  m.def("version", [] { return kVersion; });
+  m.def("registrations", &Registrations);
+  m.def("operand_names", &jax_fa::OperandNames, nb::arg("backward"));
+  m.def("attribute_names", &jax_fa::AttributeNames);
+  m.def("cpu_isa", [] { return std::string(jax_fa::CpuIsa()); });
+  m.def("keys_of", &KeysOf, nb::arg("window"), nb::arg("row"));
+  m.def("rows_of", &RowsOf, nb::arg("window"), nb::arg("key"));
+}

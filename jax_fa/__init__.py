@@ -1,0 +1,16 @@
+"""Exact fused attention for JAX. ``jax_fa.attention`` is a drop-in for jax.nn's."""
+
+from jax_fa.api import Explanation as Explanation
+from jax_fa.api import attention as attention
+from jax_fa.api import attention_varlen as attention_varlen
+from jax_fa.api import attention_with_lse as attention_with_lse
+from jax_fa.api import backward as backward
+from jax_fa.api import explain as explain
+from jax_fa.api import forward as forward
+from jax_fa.bindings import export_disabled_checks as export_disabled_checks
+from jax_fa.bindings import register as _register
+from jax_fa.operations import FallbackWarning as FallbackWarning
+
+__version__ = "0.1.0"
+
+_register()

@@ -1,0 +1,382 @@
+"""Compiles every kernel variant ahead of time: ``python -m jax_fa.aot --output DIR``.
+
+Needs nvidia-cutlass-dsl, and no GPU. Leaves in DIR, for every chosen variant of ``variants.py``:
+
+    NAME.o               machine code for the GPU, and the host function that launches it
+    NAME.h               what the exporter says about NAME.o; for reading, not compiled
+    NAME.ptx             with ``--keep-ptx``: what the emulator executes
+    kernel_table.gen.cc  the C++ side of the list: ffi/kernel_table.h
+    report.json          registers, stack, shared memory, seconds, bytes of each variant
+
+What a build does with it: compile ``ffi/*.cc`` with ``-DJAX_FA_HAS_GPU_KERNELS`` and ``DIR/*.gen.cc``
+with ``ffi/`` on the include path, and link ``DIR/*.o``. The objects need no CUDA library:
+``ffi/driver.cc`` is the only other side of theirs. DIR is all that a machine without the DSL needs
+to build. ``--variants none`` writes an empty table and needs no DSL either.
+
+A variant is compiled again only if its sources, its configuration, the DSL or the options changed:
+results are kept under a content hash (``--cache``). Whether the DSL is there:
+``importlib.util.find_spec("cutlass")``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fnmatch
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_fa import aot_cubin, aot_table, config
+from jax_fa.variants import ARCHS, VARIANTS, Variant
+
+DSL_REQUIREMENT = "nvidia-cutlass-dsl==4.8.1"
+
+# Baselines: by default the DSL compiles host code for the CPU at hand, which would make a wheel
+# that crashes on older ones (AVX-512 was seen in the launch code).
+HOSTS = {
+    "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
+    "aarch64": "linux-aarch64",
+}
+"""Processors that the host code can be compiled for, as the DSL's ``--host-target`` names them."""
+
+_PACKAGE = Path(__file__).parent
+_PLANNING_SOURCES = ("band.py", "problem.py", "config.py")
+_CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward"}
+_FORMAT = 1  # of cache entries; raised when this file would make others of the same inputs
+_CACHE_DAYS = 30
+
+
+class AotError(Exception):
+    """What went wrong, and what to do about it; shown without a traceback."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compilation.
+
+    Attributes:
+        variant: what to compile.
+        host: key of ``HOSTS``.
+        stem: path of the cache entry, without suffix; the content hash is part of it.
+    """
+
+    variant: Variant
+    host: str
+    stem: Path
+
+    def path(self, suffix: str) -> Path:
+        """A file of the cache entry."""
+        return self.stem.with_name(self.stem.name + suffix)
+
+    @property
+    def is_done(self) -> bool:
+        """True if the cache holds the entry; its record is written last."""
+        return self.path(".json").exists()
+
+
+def select(globs: Sequence[str], archs: Sequence[str]) -> list[Variant]:
+    """The variants whose name matches one of ``globs``, of the families ``archs``.
+
+    Raises:
+        AotError: a glob matches nothing.
+    """
+    if list(globs) == ["none"]:
+        return []
+    chosen = [variant for variant in VARIANTS if variant.arch in archs]
+    for glob in globs:
+        if not any(fnmatch.fnmatchcase(variant.name, glob) for variant in chosen):
+            names = ", ".join(variant.name for variant in chosen[:3])
+            raise AotError(
+                f"no variant of {', '.join(archs)} matches '{glob}'. Names look like {names}; "
+                f"--list shows all."
+            )
+    return [v for v in chosen if any(fnmatch.fnmatchcase(v.name, glob) for glob in globs)]
+
+
+def choose_config(variant: Variant) -> Any:
+    """The configuration that ``variant`` is compiled with."""
+    return getattr(config, _CHOICES[variant.operation])(variant.key)
+
+
+def content_hash(variant: Variant, host: str) -> str:
+    """Changes with everything that the object of ``variant`` depends on."""
+    digest = hashlib.sha256()
+    kernels = _PACKAGE / "kernels"
+    sources = [_PACKAGE / name for name in _PLANNING_SOURCES]
+    sources += sorted(kernels.glob("*.py")) + sorted((kernels / variant.arch).glob("*.py"))
+    for path in sources:
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    digest.update(repr((_FORMAT, variant, choose_config(variant), HOSTS[host])).encode())
+    digest.update(importlib.metadata.version("nvidia-cutlass-dsl").encode())
+    return digest.hexdigest()[:20]
+
+
+def compile_variant(job: Job) -> None:
+    """Compiles one variant into the cache. Runs in a process of its own: the DSL keeps state."""
+    import cutlass.cute as cute
+
+    _preload_runtime()
+    variant = job.variant
+    start = time.perf_counter()
+    module = importlib.import_module(f"jax_fa.kernels.{variant.arch}.{variant.operation}")
+    entry, arguments = module.make_entry(variant.key, choose_config(variant))
+    with tempfile.TemporaryDirectory(dir=job.stem.parent) as folder:
+        options = (
+            f"--gpu-arch {variant.key.arch} --host-target '{HOSTS[job.host]}' "
+            f"--keep-ptx --dump-dir {folder}"
+        )
+        compiled = cute.compile(entry, *arguments, options=options)
+        compiled.export_to_c(folder, variant.name, variant.name)
+        seconds = time.perf_counter() - start
+        made = Path(folder)
+        header = made / f"{variant.name}.h"
+        (ptx,) = made.glob("*.ptx")
+        symbol = entry_symbol(variant, header.read_text())
+        record = {
+            "name": variant.name,
+            "symbol": symbol,
+            "config": repr(choose_config(variant)),
+            "compile_seconds": round(seconds, 2),
+            "object_bytes": (made / f"{variant.name}.o").stat().st_size,
+            "kernels": [asdict(k) for k in aot_cubin.kernels(made / f"{variant.name}.o")],
+        }
+        ptx.replace(job.path(".ptx"))
+        header.replace(job.path(".h"))
+        (made / f"{variant.name}.o").replace(job.path(".o"))
+        (made / "record").write_text(json.dumps(record))
+        (made / "record").replace(job.path(".json"))
+
+
+def _preload_runtime() -> None:
+    """Makes the DSL's runtime library visible to the exporter.
+
+    It resolves the launch functions even though it only writes an object, and does not look into
+    the library that it ships them in ("Symbols not found: [ _cudaLaunchKernelEx, ..."; DSL 4.8.1).
+    """
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    for library in CuTeDSL._get_dsl().get_shared_libs():
+        ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+
+
+def entry_symbol(variant: Variant, header: str) -> str:
+    """The C name of the host entry in an exported header.
+
+    Raises:
+        AotError: its parameters are not those that the C++ side fills in.
+    """
+    entry = re.search(r"^void (_mlir_\w+)\(void \*\*args, int32_t num_args\);", header, re.M)
+    wrapper = re.search(r"_wrapper\(\w+ \*module, ([^)]*)\)", header)
+    if entry is None or wrapper is None:
+        raise AotError(f"{variant.name}: the exported header has no entry in the form expected")
+    got = [tuple(parameter.replace("*", "* ").split()) for parameter in wrapper[1].split(",")]
+    want = aot_table.c_parameters(variant.operation)
+    for position, (have, need) in enumerate(zip(got, want, strict=False)):
+        if have != need:
+            raise AotError(
+                f"{variant.name}: parameter {position} of the entry is '{' '.join(have)}', "
+                f"kernels/abi.py says '{' '.join(need)}'"
+            )
+    if len(got) != len(want):
+        raise AotError(
+            f"{variant.name}: the entry has {len(got)} parameters, kernels/abi.py has {len(want)}"
+        )
+    return entry[1]
+
+
+def run(jobs: Sequence[Job], num_processes: int) -> None:
+    """Compiles what the cache lacks, in parallel, and tells how it goes.
+
+    Raises:
+        AotError: some variants do not compile; all others were tried.
+    """
+    missing = [job for job in jobs if not job.is_done]
+    if len(missing) < len(jobs):
+        _tell(f"{len(jobs) - len(missing)} of {len(jobs)} variants are unchanged")
+    if not missing:
+        return
+    failures = []
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min(num_processes, len(missing)))
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = {pool.submit(compile_variant, job): job for job in missing}
+        for count, future in enumerate(as_completed(futures), 1):
+            job = futures[future]
+            error = future.exception()
+            if error is None:
+                outcome = _summary(json.loads(job.path(".json").read_text()))
+            else:
+                failures.append("".join(traceback.format_exception(error)).strip())
+                outcome = "FAILED"
+            _tell(f"[{count}/{len(missing)}] {job.variant.name}: {outcome}")
+    if failures:
+        raise AotError("\n\n".join([*failures, f"{len(failures)} variants do not compile"]))
+
+
+def _summary(record: dict[str, Any]) -> str:
+    kernels = record["kernels"]
+    registers = "/".join(str(kernel["registers"]) for kernel in kernels)
+    stack = max(kernel["stack_bytes"] for kernel in kernels)
+    spills = f", {stack} bytes of stack" if stack else ""
+    return (
+        f"{record['compile_seconds']:.1f} s, {registers} registers{spills}, "
+        f"{record['object_bytes'] / 1024:.0f} KB"
+    )
+
+
+def write_output(jobs: Sequence[Job], output: Path, keep_ptx: bool) -> None:
+    """Copies the results out of the cache and writes the table and the report."""
+    _remove_previous(output)
+    records = []
+    for job in jobs:
+        job.path(".json").touch()
+        for suffix in (".o", ".h", *([".ptx"] if keep_ptx else [])):
+            shutil.copyfile(job.path(suffix), output / (job.variant.name + suffix))
+        records.append(json.loads(job.path(".json").read_text()))
+    rows = [
+        aot_table.Row(job.variant, record["symbol"], _signatures(record))
+        for job, record in zip(jobs, records, strict=True)
+    ]
+    (output / "kernel_table.gen.cc").write_text(aot_table.table(rows))
+    report = {"dsl": _dsl_version(), "hosts": sorted({j.host for j in jobs}), "variants": records}
+    (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _signatures(record: dict[str, Any]) -> tuple[aot_table.Signature, ...]:
+    return tuple(
+        aot_table.Signature(kernel["name"], tuple(kernel["param_bytes"]))
+        for kernel in record["kernels"]
+    )
+
+
+def _remove_previous(output: Path) -> None:
+    """Deletes what an earlier run left in ``output``, so that nothing stale is linked."""
+    report = output / "report.json"
+    if not report.exists():
+        return
+    for record in json.loads(report.read_text())["variants"]:
+        for suffix in (".o", ".h", ".ptx"):
+            (output / (record["name"] + suffix)).unlink(missing_ok=True)
+    report.unlink()
+
+
+def _prune(cache: Path) -> None:
+    """Deletes cache entries that no run has used for a while."""
+    oldest = time.time() - _CACHE_DAYS * 24 * 3600
+    for record in cache.glob("*.json"):
+        if record.stat().st_mtime < oldest:
+            for path in cache.glob(record.stem + ".*"):
+                path.unlink(missing_ok=True)
+
+
+def _dsl_version() -> str | None:
+    try:
+        return importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_dsl() -> None:
+    version = _dsl_version()
+    if version is None or importlib.util.find_spec("cutlass") is None:
+        raise AotError(
+            f"compiling GPU kernels needs the CuTe DSL, which is not installed. "
+            f"Install it with: pip install {DSL_REQUIREMENT}"
+        )
+    if f"nvidia-cutlass-dsl=={version}" != DSL_REQUIREMENT:
+        _tell(f"nvidia-cutlass-dsl {version} is installed; tested with {DSL_REQUIREMENT}")
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jax_fa" / "aot"
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _parser() -> argparse.ArgumentParser:
+    archs = [arch.name for arch in ARCHS]
+    parser = argparse.ArgumentParser(prog="python -m jax_fa.aot", description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, help="folder for objects, table and report")
+    parser.add_argument(
+        "--variants",
+        action="append",
+        metavar="GLOB",
+        help="compile the names that match; may be repeated; 'none' for an empty table (default *)",
+    )
+    parser.add_argument(
+        "--arch", action="append", choices=archs, help="GPU family; may be repeated (default all)"
+    )
+    parser.add_argument(
+        "--host",
+        choices=HOSTS,
+        default=platform.machine(),
+        help="processor that the extension will run on (default %(default)s)",
+    )
+    parser.add_argument("--jobs", type=int, default=_num_cores(), help="parallel compilations")
+    parser.add_argument("--cache", type=Path, default=_default_cache(), help="%(default)s")
+    parser.add_argument("--keep-ptx", action="store_true", help="leave NAME.ptx beside NAME.o")
+    parser.add_argument("--list", action="store_true", help="show the names and stop")
+    return parser
+
+
+def build(variants: Iterable[Variant], options: argparse.Namespace) -> None:
+    """Compiles ``variants`` and fills the output folder."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    jobs = []
+    chosen = list(variants)
+    if chosen:
+        _check_dsl()
+        options.cache.mkdir(parents=True, exist_ok=True)
+        _prune(options.cache)
+    for variant in chosen:
+        name = f"{variant.name}-{options.host}-{content_hash(variant, options.host)}"
+        jobs.append(Job(variant, options.host, options.cache / name))
+    run(jobs, options.jobs)
+    write_output(jobs, options.output, options.keep_ptx)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    archs = options.arch or [arch.name for arch in ARCHS]
+    try:
+        variants = select(options.variants or ["*"], archs)
+        if options.list:
+            print("\n".join(variant.name for variant in variants))  # noqa: T201
+            return 0
+        if options.output is None:
+            parser.error("--output DIR is needed")
+        build(variants, options)
+    except AotError as error:
+        _tell(f"jax_fa.aot: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The compiled extension seen from JAX: target names, operand order, attributes.
+
+The only user of ``jax.ffi``. ``ffi/arguments.h`` is the other side of this agreement;
+``EXTENSION_VERSION`` and a test hold the two together. Target names carry a version and attributes
+are only ever added, so that exported programs keep running.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_fa import _jax_fa  # type: ignore[attr-defined]  # the compiled extension
+from jax_fa.problem import Gradients, Operands, Semantics
+
+FORWARD_TARGET = "jax_fa_fwd_v1"
+BACKWARD_TARGET = "jax_fa_bwd_v1"
+EXTENSION_VERSION = 1
+
+_OPTIONAL_DTYPES = {"sinks": np.float32}
+
+
+def register() -> None:
+    """Registers every handler of the extension with XLA; called once, on import of ``jax_fa``.
+
+    Raises:
+        ImportError: the extension on disk belongs to another version of this package.
+    """
+    if _jax_fa.version() != EXTENSION_VERSION:
+        raise ImportError(
+            f"jax_fa: the compiled extension has version {_jax_fa.version()}, this package needs "
+            f"version {EXTENSION_VERSION}. Reinstall jax_fa so that both come from one build."
+        )
+    for platform, targets in _jax_fa.registrations().items():
+        for name, handler in targets.items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What ``jax.export.export(..., disabled_checks=...)`` needs to export attention.
+
+    JAX refuses to export custom calls whose stability it does not know. The targets of jax_fa are
+    versioned and their attributes only grow, so an exported program runs wherever ``jax_fa`` has
+    been imported.
+    """
+    return [
+        jax.export.DisabledSafetyCheck.custom_call(name)
+        for name in (FORWARD_TARGET, BACKWARD_TARGET)
+    ]
+
+
+def _inputs(operands: Operands) -> list[Array]:
+    """All operands in call order; an absent one is an array without elements."""
+    return [
+        jnp.zeros((0,), _OPTIONAL_DTYPES.get(name, np.int32)) if array is None else array
+        for name, array in operands._asdict().items()
+    ]
+
+
+def _attributes(semantics: Semantics) -> dict[str, Any]:
+    band = semantics.band
+    return {
+        "scale": np.float32(semantics.scale),
+        "soft_cap": np.float32(semantics.soft_cap or 0.0),
+        "window_left": np.int32(band.left_bound),
+        "window_right": np.int32(band.right_bound),
+        "bottom_right": np.bool_(band.alignment == "bottom_right"),
+        "deterministic": np.bool_(semantics.deterministic),
+    }
+
+
+def forward(operands: Operands, semantics: Semantics) -> tuple[Array, Array]:
+    """Calls the platform's forward kernel: out [B, T, N, Dv], lse float32 [B, T, N]."""
+    batch, q_len, heads, _ = operands.q.shape
+    results = (
+        jax.ShapeDtypeStruct((batch, q_len, heads, operands.v.shape[-1]), operands.q.dtype),
+        jax.ShapeDtypeStruct((batch, q_len, heads), np.float32),
+    )
+    out, lse = jax.ffi.ffi_call(FORWARD_TARGET, results)(
+        *_inputs(operands), **_attributes(semantics)
+    )
+    return out, lse
+
+
+def backward(
+    operands: Operands, semantics: Semantics, out: Array, lse: Array, dout: Array, dlse: Array
+) -> Gradients:
+    """Calls the platform's backward kernels."""
+    sinks_shape = (0,) if operands.sinks is None else operands.sinks.shape
+    results = (
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:3]),
+        jax.ShapeDtypeStruct(sinks_shape, np.float32),
+    )
+    call = jax.ffi.ffi_call(BACKWARD_TARGET, results)
+    dq, dk, dv, dsinks = call(*_inputs(operands), out, lse, dout, dlse, **_attributes(semantics))
+    return Gradients(dq, dk, dv, None if operands.sinks is None else dsinks)

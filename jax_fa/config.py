@@ -1,0 +1,71 @@
+"""How a problem is answered: tile sizes, stages, registers. ``choose_*`` picks them.
+
+A ``KernelKey`` holds everything about a kernel that is fixed at compile time because the caller
+asked for it; a config holds everything that is fixed at compile time because it is fast. Each row
+of a table below carries the measurement behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_fa.kernels.abi import MaskClass
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """The compile-time part of a problem, for one operation on one architecture.
+
+    Attributes:
+        arch: target, "sm_90a" for Hopper.
+        dtype: "bfloat16" or "float16".
+        head_dim: D, of query and key.
+        value_dim: Dv, of value and output.
+        mask: mask class (``kernels/abi.py``).
+        has_soft_cap: logits are bounded by a soft cap.
+    """
+
+    arch: str
+    dtype: str
+    head_dim: int
+    value_dim: int
+    mask: MaskClass
+    has_soft_cap: bool = False
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    """A forward kernel's tile and resources.
+
+    Attributes:
+        block_kv: keys per step.
+        num_consumers: warpgroups that own 64 query rows each.
+        stages: depth of the key ring and of the value ring.
+        consumer_registers: per thread of a consumer, multiple of 8.
+        producer_registers: per thread of the producer warpgroup, multiple of 8.
+        ping_pong: consumers take turns at the tensor cores.
+        out_aliases_q: the output tile is staged where the query tile was, instead of beside it.
+        rescale_threshold: log2 of the factor by which probabilities may exceed 1 before the
+            accumulator is rescaled; 0 rescales whenever the maximum moves.
+    """
+
+    block_kv: int
+    num_consumers: int
+    stages: int = 2
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    ping_pong: bool = True
+    out_aliases_q: bool = False
+    rescale_threshold: float = 0.0
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one tile."""
+        return 64 * self.num_consumers
+
+
+def choose_forward(key: KernelKey) -> FwdConfig:
+    """The forward configuration for ``key``."""
+    if key.arch != "sm_90a":
+        raise NotImplementedError(f"no forward kernel for {key.arch}; compiled: sm_90a")
+    return FwdConfig(block_kv=128, num_consumers=2)

@@ -1,0 +1,469 @@
+"""A parsed kernel -> segments of Python closures, ready to run.
+
+A segment is a straight run of instructions that ends at a branch target, a branch, or a control
+instruction (one that may block). Every instruction is decoded once, into two closures: one for
+the full warp and one that merges its result under the warp's mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_fa.emulator import flow
+from jax_fa.emulator.faults import UnknownInstructionError
+from jax_fa.emulator.memory import PARAM_WINDOW
+from jax_fa.emulator.ptx import (
+    TYPE_BYTES,
+    Both,
+    Immediate,
+    Instruction,
+    Kernel,
+    Negated,
+    Operand,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+    Vector,
+)
+from jax_fa.emulator.registry import Modifiers, Pure, Run, Unit, find
+from jax_fa.emulator.values import (
+    FULL,
+    UNSIGNED,
+    Value,
+    constant,
+    converter,
+    identity,
+    merge,
+)
+
+Reader = Callable[[list], Value]
+Writer = Callable[[list, Value, np.ndarray], None]
+Step = Callable[["object"], None]
+
+
+class Source(NamedTuple):
+    """Where an operand's value lies, and the conversion to the wanted kind (None: none)."""
+
+    slot: int
+    convert: Callable | None
+
+
+class Branch(NamedTuple):
+    """End of a segment: where the taken lanes go."""
+
+    target: int
+    fall: int
+    join: int
+    guard: tuple[int, bool] | None
+
+
+class Segment:
+    """A straight run of instructions and how it ends.
+
+    Exactly one of these ends a segment: `branch`, `run` (a control instruction), `exits`, or
+    nothing (it falls through to `next`).
+    """
+
+    __slots__ = ("full", "masked", "steps", "last", "branch", "run", "exits", "guard", "next",
+                 "touched", "join")
+
+    def __init__(self) -> None:
+        self.full: list[Step] = []
+        self.masked: list[Step] = []
+        self.steps: list[Instruction] = []
+        self.last: Instruction | None = None
+        self.branch: Branch | None = None
+        self.run: Run | None = None
+        self.exits = False
+        self.guard: tuple[int, bool] | None = None
+        self.next = -1
+        self.touched = 0
+        self.join = -1
+
+
+class Program(NamedTuple):
+    """A decoded kernel.
+
+    Attributes:
+      kernel: what was decoded.
+      segments: in program order; the entry is the first.
+      homes: kind of every register slot.
+      slots: initial value of the slots after the registers: an array, or a name that the warp
+        resolves at its start (special registers, shared variables).
+      shared: offset of every shared variable, and the end of the static ones under "".
+      params: offset of every parameter in the parameter block.
+      local_bytes: local memory of one thread.
+    """
+
+    kernel: Kernel
+    segments: list[Segment]
+    homes: list[str]
+    slots: list[np.ndarray | str]
+    shared: dict[str, int]
+    params: dict[str, int]
+    local_bytes: int
+
+
+def decode(kernel: Kernel) -> Program:
+    """Decodes a kernel; every unknown instruction is refused here, executed or not."""
+    return Decoder(kernel).decode()
+
+
+# Shared memory the system keeps for itself at the start of every CTA's window.
+RESERVED_SHARED = 1024
+
+
+class Decoder:
+    """The state of decoding one kernel, and the services that instruction builders use."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.units = [None if flow.is_branch(i) or flow.is_exit(i) else find(i)
+                      for i in kernel.instructions]
+        self.homes = _home_kinds(kernel, self.units)
+        self.slots: list[np.ndarray | str] = []
+        self.slot_of: dict[tuple, int] = {}
+        self.params = _param_offsets(kernel)
+        self.shared = _shared_offsets(kernel)
+        self.local, self.local_bytes = _local_offsets(kernel)
+
+    # Services for builders.
+
+    def source(self, operand: Operand, kind: str) -> Source:
+        """Slot and conversion for reading an operand as `kind`."""
+        if isinstance(operand, Register):
+            return Source(operand.index, converter(self.homes[operand.index], kind))
+        if isinstance(operand, Immediate):
+            return Source(self._slot((operand.bits, kind), constant(operand.bits, kind)), None)
+        if isinstance(operand, Negated):
+            inner = self.source(operand.register, "pred")
+            return Source(inner.slot, np.logical_not)
+        if isinstance(operand, Special):
+            wide = "u8" if operand.name in ("clock64", "globaltimer") else "u4"
+            return Source(self._slot(operand.name, operand.name), converter(wide, kind))
+        if isinstance(operand, Symbol):
+            return self._symbol(operand.name, kind)
+        raise UnknownInstructionError(f"operand {operand} cannot be read as a value")
+
+    def read(self, operand: Operand, kind: str) -> Reader:
+        """A function from the warp's slots to the operand's value as `kind`."""
+        slot, convert = self.source(operand, kind)
+        if convert is None:
+            return lambda slots: slots[slot]
+        return lambda slots: convert(slots[slot])
+
+    def write(self, operand: Operand, kind: str) -> Writer:
+        """A function (slots, value of `kind`, mask) that stores into the operand."""
+        if isinstance(operand, Sink):
+            return lambda slots, value, mask: None
+        if not isinstance(operand, Register):
+            raise UnknownInstructionError(f"operand {operand} cannot be written")
+        slot, convert = operand.index, converter(kind, self.homes[operand.index])
+
+        def put(slots: list, value: Value, mask: np.ndarray) -> None:
+            if convert is not None:
+                value = convert(value)
+            slots[slot] = value if mask is FULL else merge(mask, value, slots[slot])
+        return put
+
+    def home(self, operand: Operand) -> str:
+        """The kind in which the operand's register is kept."""
+        return self.homes[operand.index] if isinstance(operand, Register) else "u4"
+
+    def read_all(self, operand: Operand, kind: str) -> list[Reader]:
+        """Readers of a vector's items, or of the single operand."""
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        return [self.read(item, kind) for item in items]
+
+    def write_all(self, operand: Operand, kind: str) -> list[Writer]:
+        """Writers of a vector's items, or of the single operand."""
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        return [self.write(item, kind) for item in items]
+
+    def _slot(self, key: object, initial: np.ndarray | str) -> int:
+        if key not in self.slot_of:
+            self.slot_of[key] = len(self.homes) + len(self.slots)
+            self.slots.append(initial)
+        return self.slot_of[key]
+
+    def _symbol(self, name: str, kind: str) -> Source:
+        if name in self.params:
+            address = PARAM_WINDOW + self.params[name]
+            return Source(self._slot((address, kind), constant(address, kind)), None)
+        if name in self.shared:
+            return Source(self._slot(f"shared {name}", f"shared {name}"), converter("u4", kind))
+        if name in self.local:
+            offset = self.local[name]
+            return Source(self._slot((offset, kind), constant(offset, kind)), None)
+        raise UnknownInstructionError(f"variable {name} is in a space that is not supported")
+
+    # Decoding proper.
+
+    def decode(self) -> Program:
+        instructions = self.kernel.instructions
+        starts = self._segment_starts()
+        index_of = {start: index for index, start in enumerate(starts)}
+        index_of[len(instructions)] = len(starts)
+        joins = flow.join_blocks(flow.successors(instructions, starts))
+        segments = []
+        for index, start in enumerate(starts):
+            end = starts[index + 1] if index + 1 < len(starts) else len(instructions)
+            segment = Segment()
+            segment.next = index + 1
+            segment.join = joins[index]
+            for position in range(start, end):
+                self._add(segment, position, index_of)
+            segments.append(segment)
+        return Program(self.kernel, segments, self.homes, self.slots, self.shared,
+                       self.params, self.local_bytes)
+
+    def _segment_starts(self) -> list[int]:
+        instructions = self.kernel.instructions
+        starts = {0}
+        for index, instruction in enumerate(instructions):
+            if flow.is_branch(instruction):
+                starts.add(flow.branch_target(instruction))
+                starts.add(index + 1)
+            elif flow.is_exit(instruction) or self.units[index].__class__ is Unit \
+                    and self.units[index].blocks:
+                starts.add(index + 1)
+        return sorted(s for s in starts if s < len(instructions))
+
+    def _add(self, segment: Segment, position: int, index_of: dict[int, int]) -> None:
+        instruction, unit = self.kernel.instructions[position], self.units[position]
+        guard = instruction.guard
+        segment.guard = None if guard is None else (guard.register.index, guard.negated)
+        segment.touched |= _touched(instruction)
+        if unit is None:
+            segment.last = instruction
+            if flow.is_exit(instruction):
+                segment.exits = True
+            else:
+                segment.branch = Branch(index_of[flow.branch_target(instruction)], segment.next,
+                                        segment.join, segment.guard)
+        elif isinstance(unit, Pure):
+            full, masked = self._pure(instruction, unit)
+            segment.steps.append(instruction)
+            segment.full.append(full)
+            segment.masked.append(masked)
+        else:
+            run = unit.build(self, instruction, Modifiers(instruction, unit.prefix))
+            if unit.blocks:
+                segment.last, segment.run = instruction, run
+            else:
+                step = _effect_step(run, segment.guard)
+                segment.steps.append(instruction)
+                segment.full.append(step)
+                segment.masked.append(step)
+
+    def _pure(self, instruction: Instruction, unit: Pure) -> tuple[Step, Step]:
+        target, *operands = instruction.operands
+        if isinstance(target, Both):
+            raise UnknownInstructionError(f"{instruction}: two results are not implemented")
+        if isinstance(target, Sink):
+            return _nothing, _nothing
+        home = self.homes[target.index]
+        same = "u8" if home == "pair" and unit.function is not identity else home
+        sources = [self.source(o, same if kind == "any" else kind)
+                   for o, kind in zip(operands, unit.operands, strict=True)]
+        result = same if unit.result == "any" else unit.result
+        compute = _call(unit.function, sources, converter(result, home))
+        guard = instruction.guard
+        masked = _masked_step(compute, target.index, guard)
+        if guard is not None:
+            return masked, masked
+        return _full_step(unit.function, sources, compute, target.index,
+                          direct=result == home), masked
+
+
+def _nothing(warp: object) -> None:
+    """A step whose result goes nowhere."""
+
+
+def _call(function: Callable, sources: list[Source], finish: Callable | None) -> Reader:
+    """function(operands) as a function of the slots."""
+    slots_of = [s.slot for s in sources]
+    converts = [s.convert for s in sources]
+
+    def compute(slots: list) -> Value:
+        values = [slots[s] if c is None else c(slots[s])
+                  for s, c in zip(slots_of, converts, strict=True)]
+        result = function(*values)
+        return result if finish is None else finish(result)
+    return compute
+
+
+def _full_step(function: Callable, sources: list[Source], compute: Reader, target: int, *,
+               direct: bool) -> Step:
+    """The step for a full warp, unrolled for the operand counts that matter for speed."""
+    count = len(sources)
+    if not direct or any(s.convert is not None for s in sources) or not 1 <= count <= 3:
+        def general(warp: object) -> None:
+            slots = warp.slots
+            slots[target] = compute(slots)
+        return general
+    a, b, c = (s.slot for s in (sources + sources[:1] * 2)[:3])
+    if function is identity:
+        def step(warp: object) -> None:
+            slots = warp.slots
+            slots[target] = slots[a]
+    elif count == 1:
+        def step(warp: object) -> None:
+            slots = warp.slots
+            slots[target] = function(slots[a])
+    elif count == 2:
+        def step(warp: object) -> None:
+            slots = warp.slots
+            slots[target] = function(slots[a], slots[b])
+    else:
+        def step(warp: object) -> None:
+            slots = warp.slots
+            slots[target] = function(slots[a], slots[b], slots[c])
+    return step
+
+
+def _masked_step(compute: Reader, target: int, guard: object) -> Step:
+    """The step that leaves lanes outside the mask (and the guard) alone."""
+    if guard is None:
+        def step(warp: object) -> None:
+            slots = warp.slots
+            slots[target] = merge(warp.mask, compute(slots), slots[target])
+        return step
+    register, negated = guard.register.index, guard.negated
+
+    def guarded(warp: object) -> None:
+        slots = warp.slots
+        mask = warp.mask & (~slots[register] if negated else slots[register])
+        slots[target] = merge(mask, compute(slots), slots[target])
+    return guarded
+
+
+def _effect_step(run: Run, guard: tuple[int, bool] | None) -> Step:
+    if guard is None:
+        return lambda warp: run(warp, warp.mask)
+    register, negated = guard
+
+    def guarded(warp: object) -> None:
+        mask = warp.mask & (~warp.slots[register] if negated else warp.slots[register])
+        if mask.any():
+            run(warp, mask)
+    return guarded
+
+
+def _touched(instruction: Instruction) -> int:
+    """Bit set of the registers an instruction names."""
+    bits = 0 if instruction.guard is None else 1 << instruction.guard.register.index
+    stack = list(instruction.operands)
+    while stack:
+        operand = stack.pop()
+        if isinstance(operand, Register):
+            bits |= 1 << operand.index
+        elif isinstance(operand, tuple):
+            stack.extend(part for part in operand if isinstance(part, tuple))
+    return bits
+
+
+def _home_kinds(kernel: Kernel, units: list[Pure | Unit | None]) -> list[str]:
+    """Chooses the kind in which each register is kept: what most of its typed uses want.
+
+    Registers joined by untyped moves and selects share one kind. A 64-bit register used by f32x2
+    instructions, and otherwise only packed and unpacked, is kept as a pair.
+    """
+    vote = _Vote(len(kernel.register_types))
+    for instruction, unit in zip(kernel.instructions, units, strict=True):
+        if isinstance(unit, Pure):
+            vote.pure(instruction, unit)
+    for instruction in kernel.instructions:
+        if instruction.opcode == "mov.b64":
+            vote.halves(instruction)
+    paired = {vote.root(index) for index in vote.pairs}
+    totals: dict[int, int] = {}
+    for index, count in enumerate(vote.counts):
+        totals[vote.root(index)] = totals.get(vote.root(index), 0) + count
+    homes = []
+    for index, type_ in enumerate(kernel.register_types):
+        size, total = TYPE_BYTES[type_], totals[vote.root(index)]
+        if type_ == "pred":
+            homes.append("pred")
+        elif size == 8 and vote.root(index) in paired and total >= 0:
+            homes.append("pair")
+        elif size in (4, 8) and total > 0:
+            homes.append(f"f{size}")
+        else:
+            homes.append(UNSIGNED[max(size, 2)])
+    return homes
+
+
+class _Vote:
+    """Counts floating (+1) and integer (-1) uses of every register, and joins registers."""
+
+    def __init__(self, registers: int) -> None:
+        self.counts = [0] * registers
+        self.parent = list(range(registers))
+        self.pairs: set[int] = set()
+
+    def root(self, index: int) -> int:
+        while self.parent[index] != index:
+            self.parent[index] = self.parent[self.parent[index]]
+            index = self.parent[index]
+        return index
+
+    def pure(self, instruction: Instruction, unit: Pure) -> None:
+        linked = []
+        kinds = (unit.result, *unit.operands)
+        for operand, kind in zip(instruction.operands, kinds, strict=False):
+            if not isinstance(operand, Register):
+                continue
+            if kind == "any":
+                linked.append(operand.index)
+            elif kind == "pair":
+                self.pairs.add(operand.index)
+            elif kind != "pred":
+                self.counts[operand.index] += 1 if kind in ("f4", "f8") else -1
+        for index in linked[1:]:
+            self.parent[self.root(index)] = self.root(linked[0])
+
+    def halves(self, instruction: Instruction) -> None:
+        """mov.b64 between a pair and its halves: the halves are floats."""
+        a, b = instruction.operands
+        whole, vector = (a, b) if isinstance(b, Vector) else (b, a)
+        if isinstance(vector, Vector) and isinstance(whole, Register) \
+                and whole.index in self.pairs:
+            for item in vector.items:
+                if isinstance(item, Register):
+                    self.counts[item.index] += 1
+
+
+def _align(offset: int, align: int) -> int:
+    return -(-offset // align) * align
+
+
+def _param_offsets(kernel: Kernel) -> dict[str, int]:
+    offsets, end = {}, 0
+    for param in kernel.params:
+        offsets[param.name] = _align(end, param.align)
+        end = offsets[param.name] + param.size
+    return offsets
+
+
+def _shared_offsets(kernel: Kernel) -> dict[str, int]:
+    """Static variables first, then the unsized ones (dynamic shared memory) after them."""
+    offsets, end = {}, RESERVED_SHARED
+    shared = [v for v in kernel.variables if v.space == "shared"]
+    for variable in sorted(shared, key=lambda v: v.size == 0):
+        offsets[variable.name] = _align(end, variable.align)
+        end = offsets[variable.name] + variable.size
+    return offsets | {"": end}
+
+
+def _local_offsets(kernel: Kernel) -> tuple[dict[str, int], int]:
+    offsets, end = {}, 0
+    for variable in kernel.variables:
+        if variable.space == "local":
+            offsets[variable.name] = _align(end, variable.align)
+            end = offsets[variable.name] + variable.size
+    return offsets, end

@@ -1,0 +1,544 @@
+"""The machine: clusters of CTAs, the seeded scheduler, asynchronous operations, the run loop."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_fa.emulator.decode import Program, Segment
+from jax_fa.emulator.faults import (
+    AsyncHazardError,
+    BarrierError,
+    DeadlockError,
+    EmulationError,
+    LaunchError,
+    OutOfBoundsError,
+    Place,
+    RunawayError,
+    TensorMemoryError,
+    TrapError,
+)
+from jax_fa.emulator.launch import Launch
+from jax_fa.emulator.memory import OFFSET_MASK, RANK_SHIFT, Memory, SharedMemory
+from jax_fa.emulator.random_source import RandomSource
+from jax_fa.emulator.sync import ClusterBarrier, Mbarrier, NamedBarrier
+from jax_fa.emulator.tmem import TensorMemory
+from jax_fa.emulator.values import FULL, LANES
+from jax_fa.emulator.warp import Fragment, Join, Wait, Warp
+
+COMPLETIONS = ("lazy", "eager", "random")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run.
+
+    Attributes:
+      completion: when asynchronous operations complete: "eager" at their issue, "lazy" only
+        when nothing else can run, "random" at any time.
+      strict: raise at the first fault found at the exit of a CTA (leaks, unbalanced barriers);
+        False collects those in the report.
+      strict_ld: tcgen05.ld results may not be used before tcgen05.wait::ld. Off by default,
+        since compilers leave that wait to ptxas.
+      resident: clusters that run at the same time; more are admitted when all of them wait.
+      max_segments: budget of straight runs of instructions, against endless loops.
+    """
+
+    completion: str = "random"
+    strict: bool = True
+    strict_ld: bool = False
+    resident: int = 1
+    max_segments: int = 50_000_000
+
+    def __post_init__(self) -> None:
+        if self.completion not in COMPLETIONS:
+            raise ValueError(f"completion {self.completion!r} is not one of {COMPLETIONS}")
+
+
+class Operation:
+    """Something an asynchronous unit does: phases that run one after the other, later.
+
+    Attributes:
+      what: for messages, with the line that issued it.
+      phases: functions; a store has two (its source is read, its destination is written).
+      done: phases that have run.
+    """
+
+    __slots__ = ("what", "phases", "done", "place")
+
+    def __init__(self, what: str, phases: tuple[Callable[[], None], ...], place: Place) -> None:
+        self.what = what
+        self.phases = phases
+        self.done = 0
+        self.place = place
+
+    @property
+    def finished(self) -> bool:
+        """Whether all phases have run."""
+        return self.done == len(self.phases)
+
+
+class Cta:
+    """A thread block."""
+
+    def __init__(self, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
+        machine = cluster.machine
+        grid = machine.launch.grid
+        self.cluster = cluster
+        self.rank = rank
+        self.index = index
+        self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
+        self.shared = SharedMemory(machine.shared_size, rank)
+        self.tmem = TensorMemory()
+        self.mbarriers: dict[int, Mbarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        self.warps = [Warp(self, w, machine.program) for w in range(-(-machine.threads // LANES))]
+
+    def special(self, warp: Warp, name: str) -> np.ndarray:
+        """Value of a special register at the start of a warp."""
+        base, _, axis = name.partition(".")
+        launch, cluster = self.cluster.machine.launch, self.cluster
+        thread = np.arange(LANES) + warp.index * LANES
+        lane = np.arange(LANES)
+        if base == "tid":
+            x, y, _ = launch.block
+            value = {"x": thread % x, "y": thread // x % y, "z": thread // (x * y)}[axis]
+            return value.astype(np.uint32)
+        clusters = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
+        inside = tuple(i % c for i, c in zip(self.index, launch.cluster, strict=True))
+        triples = {"ntid": launch.block, "ctaid": self.index, "nctaid": launch.grid,
+                   "clusterid": cluster.index, "nclusterid": clusters, "cluster_ctaid": inside,
+                   "cluster_nctaid": launch.cluster}
+        masks = {"eq": 1 << lane, "lt": (1 << lane) - 1, "le": (2 << lane) - 1,
+                 "gt": ~((2 << lane) - 1), "ge": ~((1 << lane) - 1)}
+        single = {"laneid": lane, "warpid": warp.index, "nwarpid": len(self.warps)
+                  if hasattr(self, "warps") else 0, "smid": self.number % 132, "nsmid": 132,
+                  "gridid": 0, "cluster_ctarank": self.rank,
+                  "cluster_nctarank": int(np.prod(launch.cluster)),
+                  "is_explicit_cluster": int(np.prod(launch.cluster) > 1), "clock": 0,
+                  "clock_hi": 0, "globaltimer_lo": 0, "globaltimer_hi": 0,
+                  "dynamic_smem_size": launch.shared_bytes,
+                  "total_smem_size": cluster.machine.shared_size}
+        if base in ("clock64", "globaltimer"):
+            return np.zeros(LANES, np.uint64)
+        if axis:
+            return np.full(LANES, triples[base]["xyz".index(axis)], np.uint32)
+        if base.startswith("lanemask_"):
+            return (masks[base[len("lanemask_"):]] & 0xFFFFFFFF).astype(np.uint32)
+        return np.broadcast_to(np.asarray(single[base]), (LANES,)).astype(np.uint32)
+
+    def live_warps(self) -> int:
+        """Warps with a thread that has not exited."""
+        return sum(bool(w.live.any()) for w in self.warps)
+
+    def check_exit(self) -> list[EmulationError]:
+        """What is wrong with the state a finished CTA leaves behind."""
+        found: list[EmulationError] = []
+        if self.tmem.allocated():
+            found.append(TensorMemoryError(
+                f"CTA {self.number} exits with TMEM columns {self.tmem.allocated()} allocated"))
+        for barrier in self.mbarriers.values():
+            if barrier.bytes:
+                found.append(BarrierError(f"CTA {self.number} exits with {barrier}: the bytes "
+                                          "announced and the bytes landed differ"))
+        for barrier in self.named.values():
+            if barrier.arrived:
+                found.append(BarrierError(f"CTA {self.number} exits with {barrier}: "
+                                          f"{barrier.who} arrived and nobody completed it"))
+        for claim in self.shared.claims:
+            found.append(AsyncHazardError(f"CTA {self.number} exits while {claim.who} may still "
+                                          f"{claim.access} its shared memory"))
+        return found
+
+
+class Cluster:
+    """CTAs that share distributed shared memory and a barrier."""
+
+    def __init__(self, machine: Machine, index: tuple[int, int, int]) -> None:
+        self.machine = machine
+        self.index = index
+        self.barrier = ClusterBarrier()
+        self.ctas: list[Cta] = []
+        size = machine.launch.cluster
+        for rank in range(int(np.prod(size))):
+            inside = (rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1]))
+            place = tuple(i * s + o for i, s, o in zip(index, size, inside, strict=True))
+            self.ctas.append(Cta(self, rank, place))
+
+    def cta_at(self, address: int) -> Cta:
+        """The CTA whose shared memory holds a 32-bit shared address."""
+        rank, offset = address >> RANK_SHIFT, address & OFFSET_MASK
+        if rank >= len(self.ctas) or offset >= self.ctas[rank].shared.size:
+            raise OutOfBoundsError(f"shared address {address:#x} is offset {offset} of CTA rank "
+                                   f"{rank}; the cluster has {len(self.ctas)} CTAs with "
+                                   f"{self.ctas[0].shared.size} bytes each")
+        return self.ctas[rank]
+
+    def publish(self, warp: Warp) -> None:
+        """The warp's generic stores become visible to the asynchronous proxy."""
+        for cta in self.ctas:
+            cta.shared.publish(warp.cta.rank * 64 + warp.index)
+
+    def warps(self) -> list[Warp]:
+        """All warps of the cluster."""
+        return [warp for cta in self.ctas for warp in cta.warps]
+
+    def live_threads(self) -> int:
+        """Threads that have not exited."""
+        return sum(int(w.live.sum()) for w in self.warps())
+
+
+class Machine:
+    """One launch of one kernel."""
+
+    def __init__(self, program: Program, launch: Launch, memory: Memory, seed: int,
+                 options: Options) -> None:
+        self.program = program
+        self.launch = launch
+        self.memory = memory
+        self.options = options
+        self.random = RandomSource(seed)
+        self.threads = int(np.prod(launch.block))
+        self.shared_size = program.shared[""] + launch.shared_bytes
+        dynamic = [v.align for v in program.kernel.variables if v.space == "shared" and not v.size]
+        self.shared_size += max(dynamic, default=1) - 1
+        self.params = self._parameter_block()
+        self.pipes: dict[Hashable, deque[Operation]] = {}
+        self.progress = 0
+        self.budget = options.max_segments
+        self.counters: Counter[str] = Counter()
+        self.waits: Counter[int] = Counter()
+        self.findings: list[EmulationError] = []
+        self.instructions: dict[int, Counter[str]] = {}
+        self.registers: dict[int, int] = {}
+        clusters = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
+        self.waiting = deque((x, y, z) for z in range(clusters[2]) for y in range(clusters[1])
+                             for x in range(clusters[0]))
+        self.resident: list[Cluster] = []
+
+    def _parameter_block(self) -> np.ndarray:
+        """The parameters of the launch at the offsets PTX gives them."""
+        declared = self.program.kernel.params
+        if len(declared) != len(self.launch.parameters):
+            raise LaunchError(f"the launch has {len(self.launch.parameters)} parameters, the "
+                              f"kernel declares {len(declared)}")
+        end = max((self.program.params[p.name] + p.size for p in declared), default=0)
+        block = np.zeros(end, np.uint8)
+        for number, (param, raw) in enumerate(zip(declared, self.launch.parameters, strict=True)):
+            if len(raw) < param.size:
+                raise LaunchError(f"parameter {number} has {len(raw)} bytes in the launch and "
+                                  f"{param.size} in the kernel")
+            at = self.program.params[param.name]
+            block[at:at + param.size] = np.frombuffer(raw[:param.size], np.uint8)
+        return block
+
+    # Services for instructions.
+
+    def submit(self, operation: Operation, pipe: Hashable = None) -> Operation:
+        """Takes an operation over; those of one pipe keep their order."""
+        key = operation if pipe is None else pipe
+        self.pipes.setdefault(key, deque()).append(operation)
+        if self.options.completion == "eager":
+            while key in self.pipes:
+                self._advance(key)
+        return operation
+
+    def gives_up(self) -> bool:
+        """Whether a polling wait reports failure at once."""
+        return self.options.completion == "random" and self.random.chance(0.05)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to a counter of the report."""
+        self.counters[name] += amount
+
+    def count_wait(self, warp: Warp) -> None:
+        """A warp blocks."""
+        self.waits[warp.index] += 1
+
+    # The scheduler.
+
+    def run(self) -> None:
+        """Runs the whole grid."""
+        while len(self.resident) < self.options.resident and self.waiting:
+            self._admit()
+        stalled_at = -1
+        while self.resident:
+            runnable = [f for c in self.resident for w in c.warps() for f in w.fragments
+                        if f.wait is None or f.wait.ready()]
+            if self.pipes and self.options.completion == "random" and self.random.chance(0.25):
+                self._advance(self.random.choice(list(self.pipes)))
+            if runnable:
+                self._run_fragment(self.random.choice(runnable))
+            elif self.pipes:
+                self._advance(self.random.choice(list(self.pipes)))
+            elif not any(w.fragments for c in self.resident for w in c.warps()):
+                raise DeadlockError("a CTA has lanes that are neither running nor gone")
+            elif self.progress != stalled_at and self._wake_polls():
+                stalled_at = self.progress
+            elif self.waiting:
+                self._admit()
+            else:
+                raise DeadlockError(self._who_waits())
+            self._retire()
+        while self.pipes:
+            self._advance(next(iter(self.pipes)))
+
+    def _admit(self) -> None:
+        self.resident.append(Cluster(self, self.waiting.popleft()))
+
+    def _wake_polls(self) -> bool:
+        """Lets every polling wait give up; whether there was one."""
+        polls = [f for c in self.resident for w in c.warps() for f in w.fragments
+                 if f.wait is not None and f.wait.polls]
+        for fragment in polls:
+            wait, fragment.wait = fragment.wait, None
+            if wait.resume is not None:
+                fragment.warp.mask = fragment.mask
+                wait.resume(False)
+        return bool(polls)
+
+    def _advance(self, key: Hashable) -> None:
+        """Runs the next phase of the oldest operation of a pipe."""
+        pipe = self.pipes[key]
+        operation = pipe[0]
+        try:
+            operation.phases[operation.done]()
+        except EmulationError as error:
+            if error.place is None:
+                error.place = operation.place
+                error.message = f"{operation.what}: {error.message}"
+            raise
+        operation.done += 1
+        self.progress += 1
+        if operation.finished:
+            pipe.popleft()
+            if not pipe:
+                del self.pipes[key]
+
+    def _retire(self) -> None:
+        """Lets finished clusters go and admits waiting ones."""
+        for cluster in [c for c in self.resident if not any(w.fragments for w in c.warps())]:
+            if any(w.live.any() for w in cluster.warps()):
+                continue
+            self.resident.remove(cluster)
+            for cta in cluster.ctas:
+                self._tally(cta)
+                for error in cta.check_exit():
+                    self.report(error, Place(self.program.kernel.name, cta.number, 0, 0))
+            if self.waiting and len(self.resident) < self.options.resident:
+                self._admit()
+
+    def report(self, error: EmulationError, place: Place) -> None:
+        """Raises a fault that execution could survive, or collects it."""
+        error.place = place
+        if self.options.strict:
+            raise error
+        self.findings.append(error)
+
+    def _tally(self, cta: Cta) -> None:
+        """Adds a finished CTA's instruction counts to the report's."""
+        for warp in cta.warps:
+            counts = self.instructions.setdefault(warp.index, Counter())
+            for number, visits in warp.visits.items():
+                segment = self.program.segments[number]
+                for step in segment.steps:
+                    counts[step.opcode] += visits
+                if segment.last is not None:
+                    counts[segment.last.opcode] += visits
+            if "registers" in warp.state:
+                self.registers[warp.index] = warp.state["registers"]
+
+    def _who_waits(self) -> str:
+        rows = []
+        for cluster in self.resident:
+            for warp in cluster.warps():
+                for fragment in warp.fragments:
+                    last = self.program.segments[fragment.segment].last
+                    line = last.line if last else warp.line
+                    lanes = int(fragment.mask.sum())
+                    reason = fragment.wait.reason() if fragment.wait else "runs"
+                    rows.append(f"  CTA {warp.cta.number} warp {warp.index:2d} ({lanes} lanes) "
+                                f"line {line}: {reason}")
+        return (f"deadlock in kernel {self.program.kernel.name[:60]}: no warp can run and no "
+                "asynchronous operation is pending\n" + "\n".join(rows))
+
+    # The run loop.
+
+    def _run_fragment(self, fragment: Fragment) -> None:
+        """Runs a fragment until it blocks, splits, exits or is preempted."""
+        warp = fragment.warp
+        if fragment.wait is not None:
+            wait, fragment.wait = fragment.wait, None
+            warp.mask = fragment.mask
+            if wait.resume is not None:
+                wait.resume(True)
+            fragment.segment = self.program.segments[fragment.segment].next
+        segments, visits = self.program.segments, warp.visits
+        end = len(segments)
+        while True:
+            number = fragment.segment
+            if fragment.joins and fragment.joins[-1].segment == number:
+                fragment = self._arrive(fragment)
+                if fragment is None:
+                    return
+                continue
+            if number == end:
+                self._exit(fragment, fragment.mask)
+                return
+            self.budget -= 1
+            if self.budget < 0:
+                raise RunawayError(f"more than {self.options.max_segments} segments were run; "
+                                   f"raise max_segments or look for an endless loop", warp.place)
+            segment = segments[number]
+            visits[number] = visits.get(number, 0) + 1
+            mask = warp.mask = fragment.mask
+            steps = iter(segment.full if mask is FULL else segment.masked)
+            try:
+                if warp.in_flight:
+                    self._run_checked(warp, segment, mask)
+                else:
+                    for step in steps:
+                        step(warp)
+                if segment.last is None:
+                    fragment.segment = segment.next
+                    continue
+                warp.line = segment.last.line
+                if segment.branch is not None:
+                    if self._branch(fragment, segment):
+                        continue
+                    return
+                if segment.exits:
+                    if self._leave(fragment, segment):
+                        return
+                    continue
+                if self._control(fragment, segment):
+                    return
+            except Exception as error:
+                self._blame(error, warp, segment, steps)
+                raise
+
+    def _blame(self, error: Exception, warp: Warp, segment: Segment, steps: object) -> None:
+        """Adds the place to an exception that left an instruction."""
+        done = len(segment.steps) - steps.__length_hint__() - 1
+        if not warp.in_flight and segment.steps and warp.line != getattr(segment.last, "line", -1):
+            warp.line = segment.steps[max(done, 0)].line
+        if isinstance(error, EmulationError):
+            if error.place is None:
+                error.place = warp.place
+        else:
+            error.add_note(f"while emulating {warp.place}")
+
+    def _run_checked(self, warp: Warp, segment: Segment, mask: np.ndarray) -> None:
+        """Runs a segment while asynchronous instructions hold registers of the warp."""
+        steps = segment.full if mask is FULL else segment.masked
+        for step, instruction, touched in zip(steps, segment.steps, segment.touches, strict=True):
+            for operation in warp.in_flight if touched & warp.busy else ():
+                warp.line = instruction.line
+                operation.check(instruction, touched)
+            step(warp)
+
+    def _branch(self, fragment: Fragment, segment: Segment) -> bool:
+        """Takes a branch; False when the fragment was split."""
+        branch, mask, warp = segment.branch, fragment.mask, fragment.warp
+        if branch.guard is None:
+            fragment.segment = branch.target
+            return True
+        register, negated = branch.guard
+        taken = warp.slots[register]
+        if negated:
+            taken = ~taken
+        if mask is not FULL:
+            taken = taken & mask
+        count = np.count_nonzero(taken)
+        if count == 0:
+            fragment.segment = branch.fall
+            return True
+        if count == (LANES if mask is FULL else np.count_nonzero(mask)):
+            fragment.segment = branch.target
+            return True
+        joins = fragment.joins
+        if branch.join < len(self.program.segments):
+            join = Join(branch.join, mask)
+            warp.state.setdefault("joins", []).append(join)
+            joins += (join,)
+        other = Fragment(warp, branch.target, taken, joins)
+        fragment.mask, fragment.joins, fragment.segment = mask & ~taken, joins, branch.fall
+        warp.fragments.append(other)
+        return False
+
+    def _arrive(self, fragment: Fragment) -> Fragment | None:
+        """A fragment reaches its innermost join; the joined fragment once all are there."""
+        warp, join = fragment.warp, fragment.joins[-1]
+        join.arrived = join.arrived | fragment.mask
+        warp.fragments.remove(fragment)
+        return self._release(warp, join, fragment.joins[:-1])
+
+    def _release(self, warp: Warp, join: Join, outer: tuple[Join, ...]) -> Fragment | None:
+        join.outer = outer
+        if (join.mask & warp.live & ~join.arrived).any():
+            return None
+        warp.state["joins"].remove(join)
+        lanes = join.mask & warp.live
+        if not lanes.any():
+            return None
+        joined = Fragment(warp, join.segment, lanes, outer)
+        warp.fragments.append(joined)
+        return joined
+
+    def _leave(self, fragment: Fragment, segment: Segment) -> bool:
+        """ret, exit or trap; True when no lane is left."""
+        mask, warp = fragment.mask, fragment.warp
+        gone = mask
+        if segment.guard is not None:
+            register, negated = segment.guard
+            flags = warp.slots[register]
+            gone = mask & (~flags if negated else flags)
+        if segment.last.opcode == "trap" and gone.any():
+            raise TrapError("the program executed trap")
+        fragment.segment = segment.next
+        if not gone.any():
+            return False
+        self._exit(fragment, gone)
+        return fragment not in warp.fragments
+
+    def _exit(self, fragment: Fragment, gone: np.ndarray) -> None:
+        """Lanes are done."""
+        warp = fragment.warp
+        warp.live = warp.live & ~gone
+        left = fragment.mask & ~gone
+        if left.any():
+            fragment.mask = left
+        else:
+            warp.fragments.remove(fragment)
+        self.progress += 1
+        for join in list(warp.state.get("joins", ())):
+            if join.arrived.any():
+                self._release(warp, join, join.outer)
+        cluster = warp.cta.cluster
+        cluster.barrier.settle(cluster.live_threads())
+
+    def _control(self, fragment: Fragment, segment: Segment) -> bool:
+        """Runs the control instruction of a segment; True when another fragment gets a turn."""
+        warp, mask = fragment.warp, fragment.mask
+        if warp.in_flight and segment.last_touched & warp.busy:
+            for operation in warp.in_flight:
+                operation.check(segment.last, segment.last_touched)
+        if segment.guard is not None:
+            register, negated = segment.guard
+            flags = warp.slots[register]
+            mask = mask & (~flags if negated else flags)
+            if not mask.any():
+                fragment.segment = segment.next
+                return False
+        wait = segment.run(warp, mask)
+        if wait is not None:
+            fragment.wait = wait
+            return True
+        fragment.segment = segment.next
+        return self.random.chance(0.25)
+
+
+__all__ = ["COMPLETIONS", "Machine", "Operation", "Options", "Wait"]

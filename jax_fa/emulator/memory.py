@@ -1,0 +1,261 @@
+"""Global, shared, local and parameter memory, with what is known about every byte of it.
+
+A 64-bit generic address is a global address as registered, or lies in one of the windows below.
+A 32-bit shared address is `rank << 24 | offset`, rank being the CTA's rank in its cluster, so
+the same address means the same byte to every CTA of the cluster.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_fa.emulator.faults import (
+    AsyncHazardError,
+    OutOfBoundsError,
+    ProxyFenceError,
+    UninitializedReadError,
+)
+from jax_fa.emulator.values import DTYPES, UNSIGNED
+
+PARAM_WINDOW = 1 << 60
+SHARED_WINDOW = 1 << 61
+LOCAL_WINDOW = 1 << 62
+RANK_SHIFT = 24
+OFFSET_MASK = (1 << RANK_SHIFT) - 1
+CHUNK = 16
+
+
+class Region(NamedTuple):
+    """A registered piece of global memory; `data` aliases the caller's array."""
+
+    base: int
+    name: str
+    data: np.ndarray
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.data)
+
+
+class Memory:
+    """Device global memory as a set of registered arrays."""
+
+    def __init__(self, buffers: Mapping[str, np.ndarray] | None = None) -> None:
+        self._regions: list[Region] = []
+        self._bases: list[int] = []
+        self._next = 0x7000_0000_0000
+        for name, array in (buffers or {}).items():
+            self.add(name, array)
+
+    def add(self, name: str, array: np.ndarray, address: int | None = None) -> int:
+        """Registers an array; stores of the kernel go straight into it.
+
+        Args:
+          name: used in messages.
+          array: C-contiguous and writeable.
+          address: the device address it shall have, as found in a recorded launch; None picks
+            a fresh one that is a multiple of 2 MiB.
+
+        Returns:
+          The device address.
+
+        Raises:
+          ValueError: the array is not contiguous, or the address range is taken.
+        """
+        if not array.flags.c_contiguous:
+            raise ValueError(f"memory: {name} is not C-contiguous; pass a contiguous copy")
+        data = array.reshape(-1).view(np.uint8)
+        if address is None:
+            address = self._next
+            self._next += -(-len(data) // (1 << 21)) * (1 << 21) + (1 << 21)
+        index = bisect.bisect_right(self._bases, address)
+        before = self._regions[index - 1] if index else None
+        after = self._regions[index] if index < len(self._regions) else None
+        if before and before.end > address or after and address + len(data) > after.base:
+            raise ValueError(f"memory: {name} at {address:#x} overlaps another buffer")
+        self._regions.insert(index, Region(address, name, data))
+        self._bases.insert(index, address)
+        return address
+
+    def region(self, low: int, high: int) -> Region:
+        """The region that holds [low, high).
+
+        Raises:
+          OutOfBoundsError: names the nearest buffer.
+        """
+        index = bisect.bisect_right(self._bases, low) - 1
+        if index >= 0 and high <= self._regions[index].end:
+            return self._regions[index]
+        near = "no buffer lies below it"
+        if index >= 0:
+            region = self._regions[index]
+            near = (f"{low - region.base} bytes into {region.name!r}, which has "
+                    f"{len(region.data)} bytes at {region.base:#x}")
+        raise OutOfBoundsError(f"global address {low:#x}..{high - 1:#x} is not registered: {near}")
+
+    def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Elements of `size` bytes (unsigned) at the addresses."""
+        elements, index = self._elements(addresses, size)
+        if elements is not None:
+            return elements[index]
+        return np.concatenate([self.load(addresses[i:i + 1], size) for i in range(len(addresses))])
+
+    def store(self, addresses: np.ndarray, values: np.ndarray, size: int) -> None:
+        """Stores elements of `size` bytes."""
+        elements, index = self._elements(addresses, size)
+        if elements is not None:
+            elements[index] = values
+            return
+        for lane in range(len(addresses)):
+            self.store(addresses[lane:lane + 1], values[lane:lane + 1], size)
+
+    def _elements(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray | None, np.ndarray]:
+        """The element view of the region that holds all addresses, and their indices in it.
+
+        (None, ...) when several regions are addressed at once.
+        """
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        index = bisect.bisect_right(self._bases, low) - 1
+        if len(addresses) > 1 and (index < 0 or high > self._regions[index].end):
+            return None, addresses
+        region = self.region(low, high)
+        offset = (addresses - np.uint64(region.base)).astype(np.int64)
+        if size > 1 and (offset & (size - 1)).any():
+            raise OutOfBoundsError(f"misaligned {size}-byte access at {low:#x} in {region.name!r}")
+        usable = len(region.data) // size * size
+        return region.data[:usable].view(DTYPES[UNSIGNED[size]]), offset // size
+
+
+class Claim:
+    """Chunks of a shared memory that an asynchronous operation may still read or write."""
+
+    __slots__ = ("chunks", "access", "who")
+
+    def __init__(self, chunks: np.ndarray, access: str, who: str) -> None:
+        self.chunks = chunks
+        self.access = access
+        self.who = who
+
+
+class SharedMemory:
+    """One CTA's shared memory, and what is known about every 16-byte chunk of it.
+
+    Attributes:
+      written: per byte, whether anything was ever stored there.
+      owner: per chunk, 1 + the warp with a generic store that no proxy fence published yet.
+      reads, writes: per chunk, how many asynchronous operations may still read or write it.
+    """
+
+    def __init__(self, size: int, rank: int) -> None:
+        size = -(-size // 128) * 128
+        self.size = size
+        self.base = rank << RANK_SHIFT
+        self.data = np.full(size, 0xFF, dtype=np.uint8)
+        self.views = {s: self.data.view(DTYPES[UNSIGNED[s]]) for s in (1, 2, 4, 8)}
+        self.wide = self.data.view(np.uint64).reshape(-1, 2)
+        self.written = np.zeros(size, dtype=np.uint8)
+        self.written_views = {s: self.written.view(DTYPES[UNSIGNED[s]]) for s in (1, 2, 4, 8)}
+        self.owner = np.zeros(size // CHUNK, dtype=np.uint8)
+        self.reads = np.zeros(size // CHUNK, dtype=np.uint16)
+        self.writes = np.zeros(size // CHUNK, dtype=np.uint16)
+        self.claims: dict[Claim, None] = {}
+        self.touched: dict[int, list[np.ndarray]] = {}
+
+    def _index(self, offsets: np.ndarray, size: int) -> np.ndarray:
+        if int(offsets.max()) + size > self.size:
+            raise OutOfBoundsError(
+                f"shared offset {int(offsets.max())} + {size} bytes lies beyond the CTA's "
+                f"{self.size} bytes")
+        if size > 1 and (offsets & np.uint32(size - 1)).any():
+            raise OutOfBoundsError(f"misaligned {size}-byte access at shared offset "
+                                   f"{int(offsets[0])}")
+        return offsets // np.uint32(size)
+
+    def load(self, offsets: np.ndarray, size: int) -> np.ndarray:
+        """Elements at the offsets, which something must have written."""
+        index = self._index(offsets, size)
+        if not self.written_views[size][index].all():
+            bad = offsets[self.written_views[size][index] == 0][0]
+            raise UninitializedReadError(f"shared offset {int(bad)} is read and was never written")
+        chunks = offsets >> np.uint32(4)
+        if self.writes[chunks].any():
+            self._hazard("is read", chunks, "write")
+        return self.views[size][index]
+
+    def store(self, offsets: np.ndarray, values: np.ndarray, size: int, warp: int) -> None:
+        """Generic store of elements by a warp."""
+        index = self._index(offsets, size)
+        chunks = offsets >> np.uint32(4)
+        if self.writes[chunks].any():
+            self._hazard("is overwritten", chunks, "write")
+        if self.reads[chunks].any():
+            self._hazard("is overwritten", chunks, "read")
+        self.views[size][index] = values
+        self.written_views[size][index] = (1 << (8 * size)) // 255
+        self.owner[chunks] = warp + 1
+        self.touched.setdefault(warp, []).append(chunks)
+
+    def publish(self, warp: int) -> None:
+        """fence.proxy.async of a warp: its generic stores become visible to the async proxy."""
+        for chunks in self.touched.pop(warp, ()):
+            mine = chunks[self.owner[chunks] == warp + 1]
+            self.owner[mine] = 0
+
+    def begin_read(self, chunks: np.ndarray, who: str) -> Claim:
+        """An asynchronous operation is issued that will read the chunks."""
+        if self.owner[chunks].any():
+            bad = int(chunks[self.owner[chunks] != 0][0])
+            raise ProxyFenceError(
+                f"{who} reads shared offset {bad * CHUNK}, stored by warp "
+                f"{int(self.owner[bad]) - 1} of the CTA without a later fence.proxy.async")
+        if self.writes[chunks].any():
+            self._hazard(f"is read by {who}", chunks, "write")
+        unwritten = ~self.written.reshape(-1, CHUNK)[chunks].all(axis=-1)
+        if unwritten.any():
+            raise UninitializedReadError(f"{who} reads shared offset "
+                                         f"{int(chunks[unwritten][0]) * CHUNK}, never written")
+        self.reads[chunks] += 1
+        return self._claim(chunks, "read", who)
+
+    def begin_write(self, chunks: np.ndarray, who: str) -> Claim:
+        """An asynchronous operation is issued that will overwrite the chunks."""
+        if self.writes[chunks].any():
+            self._hazard(f"is overwritten by {who}", chunks, "write")
+        if self.reads[chunks].any():
+            self._hazard(f"is overwritten by {who}", chunks, "read")
+        self.writes[chunks] += 1
+        return self._claim(chunks, "write", who)
+
+    def end(self, claim: Claim) -> None:
+        """The operation no longer needs the chunks; what it wrote has landed."""
+        del self.claims[claim]
+        if claim.access == "read":
+            self.reads[claim.chunks] -= 1
+        else:
+            self.writes[claim.chunks] -= 1
+            self.owner[claim.chunks] = 0
+            self.written.reshape(-1, CHUNK)[claim.chunks] = 1
+
+    def chunks(self, offset: int, size: int) -> np.ndarray:
+        """Chunk numbers of a contiguous range."""
+        if offset + size > self.size:
+            raise OutOfBoundsError(f"shared range {offset} + {size} lies beyond the CTA's "
+                                   f"{self.size} bytes")
+        return np.arange(offset // CHUNK, (offset + size + CHUNK - 1) // CHUNK)
+
+    def _claim(self, chunks: np.ndarray, access: str, who: str) -> Claim:
+        claim = Claim(chunks, access, who)
+        self.claims[claim] = None
+        return claim
+
+    def _hazard(self, what: str, chunks: np.ndarray, access: str) -> None:
+        counts = self.writes if access == "write" else self.reads
+        chunks = np.asarray(chunks)
+        bad = int(chunks[counts[chunks] != 0].reshape(-1)[0])
+        who = next(c.who for c in self.claims if c.access == access and bad in c.chunks)
+        raise AsyncHazardError(
+            f"shared offset {bad * CHUNK} {what} while {who} may still {access} it")

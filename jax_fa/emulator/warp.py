@@ -1,0 +1,133 @@
+"""Warps: registers of 32 lanes, and the fragments into which a diverged warp splits.
+
+A divergent branch splits a fragment in two and records a `Join` at the branch's immediate
+post-dominator. A fragment that reaches its innermost join waits there until all lanes of the join
+have arrived or exited; then they go on as one. Fragments of a warp are scheduled independently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jax_fa.emulator.faults import DivergenceError, Place
+from jax_fa.emulator.values import FULL, LANES, poison
+
+if TYPE_CHECKING:
+    from jax_fa.emulator.decode import Program
+    from jax_fa.emulator.machine import Cta
+
+Special = Callable[["Warp", str], np.ndarray]
+
+
+class Wait:
+    """Why a fragment does not run.
+
+    Attributes:
+      ready: whether it may go on.
+      reason: says what is waited for, for the deadlock table.
+      resume: called when it goes on, with True, or with False when `polls` and time ran out.
+      polls: the instruction may give up and report failure (mbarrier.try_wait).
+    """
+
+    __slots__ = ("ready", "reason", "resume", "polls")
+
+    def __init__(self, ready: Callable[[], bool], reason: Callable[[], str],
+                 resume: Callable[[bool], None] | None = None, *, polls: bool = False) -> None:
+        self.ready = ready
+        self.reason = reason
+        self.resume = resume
+        self.polls = polls
+
+
+class Join:
+    """A meeting point of diverged lanes."""
+
+    __slots__ = ("segment", "mask", "arrived")
+
+    def __init__(self, segment: int, mask: np.ndarray) -> None:
+        self.segment = segment
+        self.mask = mask
+        self.arrived = np.zeros(LANES, dtype=np.bool_)
+
+
+class Fragment:
+    """Lanes of one warp that run together."""
+
+    __slots__ = ("warp", "segment", "mask", "joins", "wait")
+
+    def __init__(self, warp: Warp, segment: int, mask: np.ndarray, joins: tuple[Join, ...]) -> None:
+        self.warp = warp
+        self.segment = segment
+        self.mask = FULL if mask.all() else mask
+        self.joins = joins
+        self.wait: Wait | None = None
+
+
+class InFlight:
+    """Registers an asynchronous instruction still reads or writes.
+
+    Attributes:
+      touched: bit set of register numbers that must be left alone.
+      what: the instruction, for messages.
+    """
+
+    __slots__ = ("written", "read", "what")
+
+    def __init__(self, written: int, read: int, what: str) -> None:
+        self.written = written
+        self.read = read
+        self.what = what
+
+
+class Warp:
+    """Thirty-two lanes of a CTA."""
+
+    def __init__(self, cta: Cta, index: int, program: Program) -> None:
+        self.cta = cta
+        self.index = index
+        self.machine = cta.cluster.machine
+        threads = cta.cluster.machine.threads
+        self.live = np.arange(LANES) + index * LANES < threads
+        self.mask = FULL
+        self.slots: list = [poison(home) for home in program.homes]
+        self.slots += [self._initial(s) if isinstance(s, str) else s for s in program.slots]
+        self.fragments = [Fragment(self, 0, self.live.copy(), ())]
+        self.visits: dict[int, int] = {}
+        self.in_flight: list[InFlight] = []
+        self.local = np.full((LANES, max(program.local_bytes, 1)), 0xFF, dtype=np.uint8) \
+            if program.local_bytes else None
+        self.line = 0
+        # State of the units that keep something per warp or per lane; each unit owns its entry.
+        self.state: dict[str, object] = {}
+
+    def _initial(self, name: str) -> np.ndarray:
+        """Value of a special register or of a shared variable's address."""
+        if name.startswith("shared "):
+            offset = self.cta.cluster.machine.program.shared[name[len("shared "):]]
+            return np.full(LANES, self.cta.shared.base + offset, dtype=np.uint32)
+        return self.cta.special(self, name)
+
+    def busy_registers(self) -> int:
+        """Bit set of the registers that asynchronous instructions hold."""
+        bits = 0
+        for operation in self.in_flight:
+            bits |= operation.written | operation.read
+        return bits
+
+    def need_full(self, mask: np.ndarray, what: str) -> None:
+        """Refuses an instruction that all live lanes must execute together."""
+        if mask is not FULL and not np.array_equal(mask, self.live):
+            raise DivergenceError(
+                f"{what} is executed by {int(mask.sum())} of {int(self.live.sum())} live lanes; "
+                "all must execute it together")
+
+    @property
+    def place(self) -> Place:
+        """Where the warp is."""
+        return Place(self.machine.program.kernel.name, self.cta.number, self.index, self.line)
+
+    def __str__(self) -> str:
+        return f"CTA {self.cta.number} warp {self.index}"

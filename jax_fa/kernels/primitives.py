@@ -1,0 +1,120 @@
+"""Layouts of shared memory, TMA and register fragments, and every inline PTX.
+
+Fragments follow the accumulator of ``wgmma.m64nNk16``: thread ``t`` of a warpgroup holds, of the
+64 x N tile, rows ``16 * (t // 32) + (t % 32) // 4 + 8 * r`` for r in {0, 1} and columns
+``2 * (t % 4) + c + 8 * g`` for c in {0, 1}, in the order (c, r, g), c fastest. The register A
+operand of the next product wants its 16-column slabs in that very order, so P never moves.
+"""
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+from cutlass.utils.hopper_helpers import get_smem_layout_atom
+
+DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+
+
+def smem_layout(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
+    """Swizzled layout of row-major tiles ``(rows, columns[, stages])``, fit for TMA and wgmma."""
+    atom = warpgroup.make_smem_layout_atom(
+        get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, shape[1]), dtype
+    )
+    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+
+def smem_tensor(storage: object, layout: cute.ComposedLayout) -> cute.Tensor:
+    """The tensor of ``layout`` in a ``MemRange``, its swizzle carried by the pointer."""
+    return storage.get_tensor(layout.outer, swizzle=layout.inner)
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """The view with modes 0 and 1 exchanged."""
+    order = [1, 0, *range(2, cute.rank(tensor))]
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=order))
+
+
+def make_mma(dtype: type, columns: int, b_major: OperandMajorMode, a_in_registers: bool) -> object:
+    """One warpgroup's 64 x ``columns`` product with float32 accumulation."""
+    source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
+    op = warpgroup.MmaF16BF16Op(
+        dtype, Float32, (64, columns, 16), source, OperandMajorMode.K, b_major
+    )
+    return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+
+@cute.jit
+def multiply(mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, accumulate: Boolean):
+    """Issues ``acc (+)= A B`` as one committed group of asynchronous wgmma.
+
+    ``operands`` are the fragments A and B, the K mode last. The caller waits, and until then
+    touches neither ``acc`` nor A.
+    """
+    a, b = operands
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def by_row(acc: cute.Tensor) -> cute.Tensor:
+    """View of an accumulator as (2 rows, columns / 4), both this thread's own."""
+    (pair, rows, groups), *_ = acc.layout.shape
+    layout = cute.make_layout((rows, (pair, groups)), stride=(pair, (1, pair * rows)))
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def column_of(index: int) -> int:
+    """Column of element ``index`` of a row in ``by_row``, less that of element 0."""
+    return index // 2 * 8 + index % 2
+
+
+def row_in_tile(thread: Int32) -> Int32:
+    """Row of ``by_row``'s row 0 in the warpgroup's 64, for a thread of it; row 1 is 8 below."""
+    return thread // 32 * 16 + thread % 32 // 4
+
+
+def first_column(thread: Int32) -> Int32:
+    """Column of element 0 of ``by_row`` in the tile."""
+    return thread % 4 * 2
+
+
+@cute.jit
+def narrow(source: cute.Tensor, target: cute.Tensor):
+    """Rounds float32 ``source`` into 16-bit ``target``, element i to element i, in pairs."""
+    kind = "bf16x2" if cutlass.const_expr(target.element_type is BFloat16) else "f16x2"
+    pairs = cute.recast_tensor(target, Int32)
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        pairs[i] = cute.arch.inline_ptx(
+            "cvt.rn." + kind + ".f32 {$w0}, {$r1}, {$r0};",
+            write_only_types=[Int32],
+            read_only_args=[source[2 * i], source[2 * i + 1]],
+        )
+
+
+def tma_load(tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> object:
+    """TMA descriptor and coordinate tensor that load ``tile`` of modes 0 and 1 of ``tensor``."""
+    return cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, tile
+    )
+
+
+def tma_store(tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> object:
+    """TMA descriptor and coordinate tensor that store ``tile`` of modes 0 and 1 of ``tensor``."""
+    return cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, tile
+    )
+
+
+def tma_views(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> tuple:
+    """``smem`` and ``gmem`` as TMA copies them: (tile, rest...), modes 0 and 1 being the tile."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(smem, 0, 2),
+        cute.group_modes(gmem, 0, 2),
+    )

@@ -1,0 +1,79 @@
+"""Hopper forward and backward: who does what, over which data, in which memory. Read this first.
+
+One warpgroup loads with TMA; two or three warpgroups each own 64 query rows and do both products
+and the softmax between them. Keys and values arrive in two rings, newest block first.
+"""
+
+from __future__ import annotations
+
+from jax_fa.config import FwdConfig, KernelKey
+from jax_fa.kernels.edges import (
+    WARPGROUP,
+    Buffer,
+    Edge,
+    NamedBarrier,
+    Plan,
+    Role,
+    check,
+    ledger,
+)
+
+SMEM_CAPACITY_BYTES = 227 * 1024
+ELEMENT_BYTES = 2
+ROWS = 64
+"""Query rows of a consumer warpgroup: the M of one wgmma."""
+
+
+def forward_plan(key: KernelKey, config: FwdConfig) -> Plan:
+    """The checked plan of the forward kernel for ``key`` under ``config``."""
+    consumers = config.num_consumers
+    q_bytes = config.block_q * key.head_dim * ELEMENT_BYTES
+    k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES
+    v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
+    out_bytes = config.block_q * key.value_dim * ELEMENT_BYTES
+    alias = {
+        "alias_of": "q",
+        "why": "a consumer stages its rows after its last S; q is released after the store",
+    }
+    plan = Plan(
+        roles=(
+            Role("load", range(0, 4), config.producer_registers),
+            Role("attend", range(4, 4 + 4 * consumers), config.consumer_registers),
+        ),
+        edges=(
+            Edge("q", "load", "attend", 1, q_bytes, "query tile in smem", "last S retired"),
+            Edge("k", "load", "attend", config.stages, k_bytes, "keys in smem", "S retired"),
+            Edge("v", "load", "attend", config.stages, v_bytes, "values in smem", "PV retired"),
+        ),
+        buffers=(
+            Buffer("q", q_bytes),
+            Buffer("k", k_bytes * config.stages),
+            Buffer("v", v_bytes * config.stages),
+            Buffer("out", out_bytes, **(alias if config.out_aliases_q else {})),
+        ),
+        barriers=(
+            *(
+                NamedBarrier(f"turn{i}", 1 + i, 2 * WARPGROUP, f"consumer {i} may issue products")
+                for i in range(consumers)
+            ),
+            *(
+                NamedBarrier(f"out{i}", 1 + consumers + i, WARPGROUP, f"rows of consumer {i}")
+                for i in range(consumers)
+            ),
+        ),
+        smem_capacity_bytes=SMEM_CAPACITY_BYTES,
+    )
+    check(plan)
+    return plan
+
+
+def main() -> None:
+    """Prints the ledger of the default bfloat16 D = 128 kernel."""
+    from jax_fa.config import choose_forward
+
+    key = KernelKey("sm_90a", "bfloat16", 128, 128, "causal")
+    print(ledger(forward_plan(key, choose_forward(key))))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

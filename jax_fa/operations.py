@@ -1,0 +1,297 @@
+"""The two operations, forward and backward, as JAX primitives.
+
+A primitive is what lets one traced program take the right path on every platform it is lowered for
+(``choice.choose``), fold ``vmap`` into the batch, and refuse the derivatives that do not exist.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_fa import bindings, reference, sharding
+from jax_fa.choice import Implementation, choose
+from jax_fa.problem import Gradients, Operands, Problem, Semantics
+from jax_fa.sharding import Names
+
+_FORWARD_RESULTS = ("out", "lse")
+_BACKWARD_EXTRAS = ("out", "lse", "dout", "dlse")
+
+
+class FallbackWarning(UserWarning):
+    """A problem runs on the unfused reference path for want of a kernel."""
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _split(names: tuple[str, ...], arrays: Sequence[Any]) -> tuple[Operands, list[Any]]:
+    """Flat arrays of a primitive -> operands, and what follows them (backward only)."""
+    values = dict(zip(names, arrays, strict=False))
+    return Operands(**values), list(arrays[len(names) :])
+
+
+def _flat(operands: Operands | Gradients) -> list[Any]:
+    return [array for array in operands if array is not None]
+
+
+# ----------------------------------------------------------------------------- public operations
+
+
+def forward(
+    operands: Operands, semantics: Semantics, implementation: Implementation | None = None
+) -> tuple[Array, Array]:
+    """Output [B, T, N, Dv] and lse float32 [B, T, N]; without a gradient rule (see ``vjp``)."""
+    out, lse = forward_p.bind(
+        *aligned(_flat(operands)),
+        names=operands.present,
+        semantics=semantics,
+        implementation=implementation,
+    )
+    return out, lse
+
+
+def backward(
+    operands: Operands,
+    semantics: Semantics,
+    saved: tuple[Array, Array],
+    cotangents: tuple[Array, Array],
+    implementation: Implementation | None = None,
+) -> Gradients:
+    """Gradients of ``forward``.
+
+    Args:
+        operands: those of the forward.
+        semantics: those of the forward.
+        saved: (out, lse); the LSE may cover more keys than ``operands`` hold (ring attention).
+        cotangents: (dout, dlse).
+        implementation: forced implementation, or None.
+    """
+    grads = backward_p.bind(
+        *aligned([*_flat(operands), *saved, *cotangents]),
+        names=operands.present,
+        semantics=semantics,
+        implementation=implementation,
+    )
+    return Gradients(*grads, *([None] if operands.sinks is None else []))
+
+
+def aligned(arrays: list[Array]) -> list[Array]:
+    """Makes every array vary over the mesh axes that any of them varies over (``shard_map``).
+
+    The gradient of this is the sum over devices that an operand shared by them needs.
+    """
+    varying = [_varying_axes(array) for array in arrays]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(union - axes), to="varying") if union - axes else array
+        for array, axes in zip(arrays, varying, strict=True)
+    ]
+
+
+def _varying_axes(array: Array) -> frozenset[Any]:
+    aval = jax.typeof(array)
+    manual = getattr(aval, "manual_axis_type", None)
+    return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+
+
+# ------------------------------------------------------------------------------- shapes and types
+
+
+def _forward_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
+    operands, _rest = _split(names, arrays)
+    query = operands.q
+    batch, q_len, heads, _ = query.shape
+    lse_dtype = jnp.promote_types(np.float32, query.dtype)
+    shapes = {"out": (batch, q_len, heads, operands.v.shape[3]), "lse": (batch, q_len, heads)}
+    operation = Names(names, _FORWARD_RESULTS)
+    return [
+        query.update(
+            shape=shape,
+            dtype=lse_dtype if name == "lse" else query.dtype,
+            weak_type=False,
+            sharding=query.sharding.update(
+                spec=sharding.result_spec(operation, name, query.sharding.spec)
+            ),
+        )
+        for name, shape in shapes.items()
+    ]
+
+
+def _backward_results(operands: Operands) -> tuple[str, ...]:
+    return ("dq", "dk", "dv") if operands.sinks is None else ("dq", "dk", "dv", "dsinks")
+
+
+def _backward_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
+    operands, _rest = _split(names, arrays)
+    sources = (operands.q, operands.k, operands.v, operands.sinks)
+    return [x.update(weak_type=False) for x in sources if x is not None]
+
+
+# --------------------------------------------------------------------------------------- lowering
+
+
+def _warn_once(problem: Problem, platform: str, reason: str) -> None:
+    key = (platform, reason)
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(
+            f"attention: {reason}; running the unfused reference path, which builds the "
+            f"{problem.q_len} x {problem.kv_len} score matrix. jax_fa.explain(...) tells what runs "
+            f"where; implementation='xla' asks for this path without the warning.",
+            FallbackWarning,
+            stacklevel=2,
+        )
+
+
+def _forward_on(
+    platform: str, *arrays: Array, names: tuple[str, ...], **params: Any
+) -> Sequence[Array]:
+    semantics: Semantics = params["semantics"]
+    operands, _ = _split(names, arrays)
+    choice = choose(Problem.of(operands, semantics), platform, params["implementation"])
+    if choice.implementation == "xla":
+        if choice.is_fallback:
+            _warn_once(Problem.of(operands, semantics), platform, choice.reason)
+        return reference.forward(operands, semantics)
+
+    def one_shard(*shard: Array) -> tuple[Array, ...]:
+        return bindings.forward(_split(names, shard)[0], semantics)
+
+    return sharding.partitioned(Names(names, _FORWARD_RESULTS), one_shard)(*arrays)
+
+
+def _backward_on(
+    platform: str, *arrays: Array, names: tuple[str, ...], **params: Any
+) -> Sequence[Array]:
+    semantics: Semantics = params["semantics"]
+    operands, (out, lse, dout, dlse) = _split(names, arrays)
+    choice = choose(Problem.of(operands, semantics), platform, params["implementation"])
+    if choice.implementation == "xla":
+        return _flat(reference.backward(operands, semantics, out, lse, dout, dlse))
+
+    def one_shard(*shard: Array) -> tuple[Array, ...]:
+        shard_operands, rest = _split(names, shard)
+        return tuple(_flat(bindings.backward(shard_operands, semantics, *rest)))
+
+    operation = Names((*names, *_BACKWARD_EXTRAS), _backward_results(operands))
+    return sharding.partitioned(operation, one_shard)(*arrays)
+
+
+# --------------------------------------------------------------------------------------- batching
+
+
+def _to_front(array: Array, dim: int | None, size: int) -> Array:
+    if dim is None:
+        return jnp.broadcast_to(array[None], (size, *array.shape))
+    return jnp.moveaxis(array, dim, 0)
+
+
+def _fold(array: Array, axis: int) -> Array:
+    """Merges the leading vmapped dimension into dimension ``axis`` of the unbatched array."""
+    moved = jnp.moveaxis(array, 0, axis)
+    shape = moved.shape
+    return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+
+def _unfold(array: Array, axis: int, size: int) -> Array:
+    """Inverse of ``_fold``: the vmapped dimension comes out in front."""
+    shape = array.shape
+    split = array.reshape(*shape[:axis], size, shape[axis] // size, *shape[axis + 1 :])
+    return jnp.moveaxis(split, axis, 0)
+
+
+def _fold_packed_slots(cu_seqlens: Array, lengths: Array | None, total: int) -> tuple[Array, Array]:
+    """[V, M + 1] borders of V packed rows -> borders and lengths of one row V times as long.
+
+    The last slot of a row now reaches to the next row, so its old extent becomes its length.
+    """
+    size = cu_seqlens.shape[0]
+    slots = cu_seqlens[:, 1:] - cu_seqlens[:, :-1]
+    lengths = slots if lengths is None else jnp.minimum(lengths, slots)
+    starts = cu_seqlens[:, :-1] + total * jnp.arange(size, dtype=jnp.int32)[:, None]
+    borders = jnp.concatenate([starts.reshape(-1), jnp.array([size * total], jnp.int32)])
+    return borders, lengths.reshape(-1)
+
+
+def _fold_operands(stacked: Operands) -> Operands:
+    """Operands with a leading vmapped dimension -> operands of one larger problem."""
+    token_axis = 1 if stacked.is_packed else 0
+    per_token = ("q", "k", "v", "q_segments", "kv_segments")
+    folded = {
+        name: _fold(array, token_axis if name in per_token else 0)
+        for name, array in stacked._asdict().items()
+        if array is not None and not name.startswith("cu_seqlens")
+    }
+    if stacked.is_packed:
+        for side, tokens in (("q", stacked.q), ("kv", stacked.k)):
+            borders = stacked.cu_seqlens_q if side == "q" else stacked.cu_seqlens_k
+            lengths = stacked.q_lengths if side == "q" else stacked.kv_lengths
+            border_name = "cu_seqlens_q" if side == "q" else "cu_seqlens_k"
+            folded[border_name], folded[f"{side}_lengths"] = _fold_packed_slots(
+                borders, lengths, tokens.shape[2]
+            )
+    return Operands(**folded)
+
+
+def _batch(
+    bind: Any,
+    arrays: Sequence[Array],
+    dims: Sequence[int | None],
+    names: tuple[str, ...],
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
+    stacked = [_to_front(a, d, size) for a, d in zip(arrays, dims, strict=True)]
+    operands, rest = _split(names, stacked)
+    token_axis = 1 if operands.is_packed else 0
+    folded = _fold_operands(operands)
+    results = bind(
+        *_flat(folded), *(_fold(r, token_axis) for r in rest), names=folded.present, **params
+    )
+    has_sinks_result = len(results) == 4
+    axes = [token_axis] * len(results)
+    if has_sinks_result:
+        axes[3] = 0
+    unfolded = [_unfold(r, axis, size) for r, axis in zip(results, axes, strict=True)]
+    return unfolded, [0] * len(results)
+
+
+# --------------------------------------------------------------------------------- differentiation
+
+
+def no_further_derivative(*_: Any, **__: Any) -> NoReturn:
+    """Derivative rule of everything that has none: says what to use instead."""
+    raise NotImplementedError(
+        "attention: the fused kernels have one derivative, in reverse mode (jax.grad, jax.vjp). "
+        "For forward mode (jax.jvp, jax.jacfwd) and for derivatives of derivatives (jax.hessian) "
+        "use implementation='xla', which differentiates any number of times in any mode."
+    )
+
+
+def _make_primitive(name: str, abstract: Any, on_platform: Any) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(partial(jax.jit, static_argnames=_STATIC)(primitive.bind))
+    ad.primitive_jvps[primitive] = no_further_derivative
+    batching.primitive_batchers[primitive] = partial(_batch, primitive.bind)
+    for platform in (None, "cpu", "cuda"):
+        rule = mlir.lower_fun(partial(on_platform, platform or "other"), multiple_results=True)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    sharding.require_devices(primitive)
+    return primitive
+
+
+_STATIC = ("names", "semantics", "implementation")
+forward_p = _make_primitive("jax_fa_forward", _forward_abstract, _forward_on)
+backward_p = _make_primitive("jax_fa_backward", _backward_abstract, _backward_on)

@@ -1,0 +1,253 @@
+"""Attention in plain jnp with a T x S score matrix: the oracle, and the path for mask and bias.
+
+Differentiable any number of times in any mode. Accumulates in float32 (float64 for float64 inputs);
+with float32 inputs this is the oracle every kernel is measured against.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_fa.band import Window, key_range
+from jax_fa.problem import Gradients, Operands, Semantics
+
+
+class _Tokens(NamedTuple):
+    """Where each row of one side stands: [B, L] arrays."""
+
+    sequence: Array
+    position: Array
+    used: Array
+
+
+def _tokens(shape: tuple[int, int], cu_seqlens: Array | None, lengths: Array | None) -> _Tokens:
+    batch, length = shape
+    if cu_seqlens is None:
+        sequence = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], shape)
+        position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], shape)
+        limit = length if lengths is None else jnp.clip(lengths, 0, length)[sequence]
+        return _Tokens(sequence, position, position < limit)
+    token = jnp.arange(length, dtype=jnp.int32)
+    last = cu_seqlens.shape[0] - 2
+    sequence = jnp.searchsorted(cu_seqlens, token, side="right").astype(jnp.int32) - 1
+    inside = (sequence >= 0) & (sequence <= last)
+    sequence = jnp.clip(sequence, 0, max(last, 0))
+    position = token - cu_seqlens[sequence]
+    used = inside & (position < _used_lengths(cu_seqlens, lengths)[sequence])
+    return _Tokens(sequence[None], position[None], used[None])
+
+
+def _used_lengths(cu_seqlens: Array, lengths: Array | None) -> Array:
+    slots = cu_seqlens[1:] - cu_seqlens[:-1]
+    return slots if lengths is None else jnp.clip(lengths, 0, slots)
+
+
+def _sequence_lengths(
+    num_sequences: int, length: int, cu_seqlens: Array | None, lengths: Array | None
+) -> Array:
+    if cu_seqlens is not None:
+        return _used_lengths(cu_seqlens, lengths)
+    if lengths is not None:
+        return jnp.clip(lengths, 0, length)
+    return jnp.full((num_sequences,), length, jnp.int32)
+
+
+class _Visibility(NamedTuple):
+    """Who sees whom; ``pairs`` [B, T, S] is None if every pair of used rows is visible."""
+
+    rows: Array  # [B, T]
+    keys: Array  # [B, S]
+    pairs: Array | None
+
+
+def _visibility(operands: Operands, semantics: Semantics) -> _Visibility:
+    q_shape, kv_shape = operands.q.shape[:2], operands.k.shape[:2]
+    rows = _tokens(q_shape, operands.cu_seqlens_q, operands.q_lengths)
+    keys = _tokens(kv_shape, operands.cu_seqlens_k, operands.kv_lengths)
+    band = semantics.band
+    if band.is_full and not operands.is_packed and operands.q_segments is None:
+        if operands.kv_lengths is None:
+            return _Visibility(rows.used, keys.used, None)
+        return _Visibility(
+            rows.used, keys.used, jnp.broadcast_to(keys.used[:, None, :], (*q_shape, kv_shape[1]))
+        )
+    count = operands.num_sequences
+    q_len = _sequence_lengths(count, q_shape[1], operands.cu_seqlens_q, operands.q_lengths)
+    kv_len = _sequence_lengths(count, kv_shape[1], operands.cu_seqlens_k, operands.kv_lengths)
+    shift = band.shift(q_len, kv_len, 0 if operands.q_offset is None else operands.q_offset)
+    shift = jnp.broadcast_to(jnp.asarray(shift, jnp.int32), (count,))
+    if count == 0:
+        return _Visibility(rows.used, keys.used, jnp.zeros((*q_shape, kv_shape[1]), bool))
+    window = Window(
+        shift[rows.sequence],
+        band.left_bound,
+        band.right_bound,
+        q_len[rows.sequence],
+        kv_len[rows.sequence],
+    )
+    seen = key_range(window, rows.position, minimum=jnp.minimum, maximum=jnp.maximum)
+    position = keys.position[:, None, :]  # [B, 1, S]
+    pairs = (position >= seen.lo[:, :, None]) & (position < seen.hi[:, :, None])
+    pairs &= keys.used[:, None, :]
+    if operands.is_packed:
+        pairs &= rows.sequence[:, :, None] == keys.sequence[:, None, :]
+    if operands.q_segments is not None:
+        pairs &= operands.q_segments[:, :, None] == operands.kv_segments[:, None, :]
+    return _Visibility(rows.used, keys.used, pairs)
+
+
+def _sinks_per_row(operands: Operands) -> Array | None:
+    """[B, K, G, T] logits of the sinks, or None."""
+    if operands.sinks is None:
+        return None
+    batch, q_len, num_q_heads, _ = operands.q.shape
+    num_kv_heads = operands.k.shape[2]
+    rows = _tokens((batch, q_len), operands.cu_seqlens_q, operands.q_lengths)
+    per_row = operands.sinks[rows.sequence]  # [B, T, N]
+    return jnp.transpose(
+        per_row.reshape(batch, q_len, num_kv_heads, num_q_heads // num_kv_heads), (0, 2, 3, 1)
+    )
+
+
+def _grouped(x: Array, num_kv_heads: int) -> Array:
+    """[B, T, N, D] -> [B, T, K, G, D]."""
+    batch, length, heads, dim = x.shape
+    return x.reshape(batch, length, num_kv_heads, heads // num_kv_heads, dim)
+
+
+def _per_head(x: Array, num_kv_heads: int) -> Array:
+    """A [B|1, N|1, T|1, S|1] mask or bias -> [.., K|1, G|1, T|1, S|1]."""
+    batch, heads, q_len, kv_len = x.shape
+    split = (1, 1) if heads == 1 else (num_kv_heads, heads // num_kv_heads)
+    return x.reshape(batch, *split, q_len, kv_len)
+
+
+def _einsum(spec: str, a: Array, b: Array) -> Array:
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.einsum(spec, a, b, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST)
+
+
+class _Scores(NamedTuple):
+    logits: Array  # [B, K, G, T, S], -inf where invisible
+    slope: Array | None  # d logits / d (scale * q.k + bias), None if 1
+    rows: Array  # [B, T]
+    q: Array  # operands with padding rows zeroed: NaN there must not meet a zero probability
+    k: Array
+    v: Array
+
+
+def _scores(
+    operands: Operands, semantics: Semantics, bias: Array | None = None, mask: Array | None = None
+) -> _Scores:
+    seen = _visibility(operands, semantics)
+    num_kv_heads = operands.k.shape[2]
+    q = jnp.where(seen.rows[:, :, None, None], operands.q, 0)
+    k = jnp.where(seen.keys[:, :, None, None], operands.k, 0)
+    v = jnp.where(seen.keys[:, :, None, None], operands.v, 0)
+    logits = _einsum("btkgd,bskd->bkgts", _grouped(q, num_kv_heads), k) * semantics.scale
+    if bias is not None:
+        logits = (logits + _per_head(bias, num_kv_heads)).astype(logits.dtype)
+    slope = None
+    if semantics.soft_cap is not None:
+        bounded = jnp.tanh(logits / semantics.soft_cap)
+        logits, slope = semantics.soft_cap * bounded, 1 - bounded**2
+    if seen.pairs is not None:
+        logits = jnp.where(seen.pairs[:, None, None], logits, -jnp.inf)
+    if mask is not None:
+        logits = jnp.where(_per_head(mask, num_kv_heads), logits, -jnp.inf)
+    return _Scores(logits, slope, seen.rows, q, k, v)
+
+
+def forward(
+    operands: Operands, semantics: Semantics, bias: Array | None = None, mask: Array | None = None
+) -> tuple[Array, Array]:
+    """softmax(logits) v and the log of the softmax's denominator.
+
+    Args:
+        operands: see ``Operands``.
+        semantics: see ``Semantics``; ``scale`` may also be a traced scalar here.
+        bias: added to the scaled logits; [B|1, N|1, T|1, S|1].
+        mask: bool, True takes part; [B|1, N|1, T|1, S|1].
+
+    Returns:
+        out [B, T, N, Dv] in the dtype of q, and lse [B, T, N], float32 (float64 for float64).
+    """
+    x = _scores(operands, semantics, bias, mask)
+    batch, q_len, heads, _ = operands.q.shape
+    value_dim = operands.v.shape[-1]
+    sinks = _sinks_per_row(operands)
+    top = jnp.max(x.logits, axis=-1, initial=-jnp.inf)  # [B, K, G, T]
+    if sinks is not None:
+        top = jnp.maximum(top, sinks)
+    # A row without keys has top = -inf; any finite reference keeps exp(-inf - top) at 0.
+    top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
+    weights = jnp.exp(x.logits - top[..., None])
+    total = jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1.0, total)
+    probabilities = (weights / total[..., None]).astype(operands.v.dtype)
+    out = _einsum("bkgts,bskd->btkgd", probabilities, x.v).reshape(batch, q_len, heads, value_dim)
+    lse = jnp.where(is_empty, -jnp.inf, jnp.log(total) + top)
+    lse = jnp.transpose(lse, (0, 3, 1, 2)).reshape(batch, q_len, heads)
+    used = x.rows[:, :, None]
+    out = jnp.where(used[..., None], out, 0).astype(operands.q.dtype)
+    return out, jnp.where(used, lse, -jnp.inf)
+
+
+def backward(
+    operands: Operands, semantics: Semantics, out: Array, lse: Array, dout: Array, dlse: Array
+) -> Gradients:
+    """Gradients from a given LSE, which may cover more keys than these operands hold.
+
+    Args:
+        operands: as of ``forward``.
+        semantics: as of ``forward``.
+        out: [B, T, N, Dv], the output that belongs to ``lse``.
+        lse: float32 [B, T, N].
+        dout: cotangent of ``out``.
+        dlse: cotangent of ``lse``.
+    """
+    x = _scores(operands, semantics)
+    num_kv_heads = operands.k.shape[2]
+    dtype = x.logits.dtype
+    used = x.rows[:, :, None]  # [B, T, 1]
+    out, dout = (jnp.where(used[..., None], a, 0).astype(dtype) for a in (out, dout))
+    delta = jnp.sum(dout * out, axis=-1) - jnp.where(used, dlse, 0)  # [B, T, N]
+    # A row without denominator has lse = -inf; +inf instead makes all its probabilities 0.
+    lse = jnp.where(used & ~jnp.isneginf(lse), lse, jnp.inf)
+
+    def per_row(a: Array) -> Array:  # [B, T, N] -> [B, K, G, T, 1]
+        return jnp.transpose(_grouped(a[..., None], num_kv_heads), (0, 2, 3, 1, 4))
+
+    probabilities = jnp.exp(x.logits - per_row(lse))
+    dout = _grouped(dout, num_kv_heads)
+    dp = _einsum("btkgd,bskd->bkgts", dout, x.v.astype(dtype))
+    ds = probabilities * (dp - per_row(delta))
+    if x.slope is not None:
+        ds = ds * x.slope
+    ds = ds * semantics.scale
+    dq = _einsum("bkgts,bskd->btkgd", ds, x.k.astype(dtype)).reshape(operands.q.shape)
+    dk = _einsum("bkgts,btkgd->bskd", ds, _grouped(x.q.astype(dtype), num_kv_heads))
+    dv = _einsum("bkgts,btkgd->bskd", probabilities, dout)
+    return Gradients(
+        dq.astype(operands.q.dtype),
+        dk.astype(operands.k.dtype),
+        dv.astype(operands.v.dtype),
+        _sink_gradients(operands, lse, delta),
+    )
+
+
+def _sink_gradients(operands: Operands, lse: Array, delta: Array) -> Array | None:
+    if operands.sinks is None:
+        return None
+    rows = _tokens(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
+    per_row = -jnp.exp(operands.sinks[rows.sequence] - lse) * delta  # [B, T, N]
+    heads = operands.sinks.shape[1]
+    flat = jnp.zeros_like(operands.sinks)
+    return flat.at[rows.sequence.reshape(-1)].add(per_row.reshape(-1, heads).astype(flat.dtype))

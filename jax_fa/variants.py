@@ -1,0 +1,177 @@
+"""The one list of what is compiled: the build, the C++ table, tests and error messages read it.
+
+A variant is one operation for one ``KernelKey``. Presence of a feature is compiled in only where
+its absence buys measurable time, which leaves three mask classes and the soft cap; lengths,
+windows, segments, offsets, alignment, sinks, heads and extents are run-time values. A soft cap
+costs a tanh per score, next to which the general mask is cheap, so it exists for that class only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from jax_fa.band import UNBOUNDED
+from jax_fa.config import KernelKey
+from jax_fa.kernels.abi import MASK_CLASSES, MaskClass
+from jax_fa.problem import Problem
+
+Operation = Literal["fwd", "bwd"]
+
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+"""Element types that are compiled, and what variant names call them."""
+
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+"""(D, Dv) that are compiled."""
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A GPU family that has kernels of its own.
+
+    Attributes:
+        name: directory under ``kernels/``, and part of variant names.
+        target: what the compiler is asked for.
+        capabilities: compute capabilities (major, minor) that run its code.
+        operations: those that have kernels.
+    """
+
+    name: str
+    target: str
+    capabilities: tuple[tuple[int, int], ...]
+    operations: tuple[Operation, ...]
+
+
+ARCHS = (Arch("sm90", "sm_90a", ((9, 0),), ("fwd",)),)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled host entry.
+
+    Attributes:
+        operation: what it computes.
+        arch: name of the ``Arch`` that it runs on.
+        key: everything fixed at compile time by the problem.
+    """
+
+    operation: Operation
+    arch: str
+    key: KernelKey
+
+    @property
+    def name(self) -> str:
+        """Unique name, a C identifier, such as ``fwd_sm90_bf16_d192v128_general_cap``."""
+        key = self.key
+        values = "" if key.value_dim == key.head_dim else f"v{key.value_dim}"
+        cap = "_cap" if key.has_soft_cap else ""
+        return (
+            f"{self.operation}_{self.arch}_{SHORT_DTYPES[key.dtype]}_d{key.head_dim}{values}"
+            f"_{key.mask}{cap}"
+        )
+
+
+def _enumerate() -> Iterator[Variant]:
+    masks = (*((mask, False) for mask in MASK_CLASSES), ("general", True))
+    for arch in ARCHS:
+        for operation in arch.operations:
+            for dtype in SHORT_DTYPES:
+                for head_dim, value_dim in HEAD_DIMS:
+                    for mask, has_soft_cap in masks:
+                        key = KernelKey(arch.target, dtype, head_dim, value_dim, mask, has_soft_cap)
+                        yield Variant(operation, arch.name, key)
+
+
+VARIANTS = tuple(_enumerate())
+"""Everything that a full build compiles."""
+
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+
+
+def arch_of(capability: str) -> Arch | None:
+    """The family whose kernels a GPU of compute capability such as "9.0" runs; None if none."""
+    major, _, minor = capability.partition(".")
+    wanted = (int(major), int(minor or 0))
+    return next((arch for arch in ARCHS if wanted in arch.capabilities), None)
+
+
+def mask_class(problem: Problem) -> MaskClass:
+    """The cheapest mask class that serves ``problem`` (its C++ twin: ``MaskClassOf``)."""
+    band = problem.semantics.band
+    has_extras = (
+        problem.has_lengths or problem.has_segments or problem.has_offset or problem.is_packed
+    )
+    if has_extras or problem.semantics.soft_cap is not None or band.left_bound != UNBOUNDED:
+        return "general"
+    if band.right_bound == UNBOUNDED:
+        return "full"
+    return "causal" if band.right_bound == 0 else "general"
+
+
+def find(
+    problem: Problem,
+    arch: Arch,
+    operation: Operation = "fwd",
+    compiled: Collection[str] = BY_NAME.keys(),
+) -> Variant | None:
+    """The variant that serves ``problem``, if it is among the names in ``compiled``."""
+    if problem.dtype not in SHORT_DTYPES:
+        return None
+    key = KernelKey(
+        arch.target,
+        problem.dtype,
+        problem.head_dim,
+        problem.value_dim,
+        mask_class(problem),
+        problem.semantics.soft_cap is not None,
+    )
+    variant = Variant(operation, arch.name, key)
+    return variant if variant.name in compiled and variant.name in BY_NAME else None
+
+
+def nearest(
+    problem: Problem,
+    arch: Arch,
+    operation: Operation = "fwd",
+    compiled: Collection[str] = BY_NAME.keys(),
+) -> str:
+    """One or two sentences on why ``find`` gave None: what is compiled, and what would work."""
+    here = [
+        variant
+        for variant in VARIANTS
+        if variant.name in compiled and (variant.operation, variant.arch) == (operation, arch.name)
+    ]
+    if not here:
+        return (
+            f"this build holds no {operation} kernels for {arch.name}. Build with the variants "
+            f"'{operation}_{arch.name}_*'."
+        )
+    dtypes = sorted({variant.key.dtype for variant in here})
+    if problem.dtype not in dtypes:
+        return (
+            f"kernels for {arch.name} take {' or '.join(dtypes)}, not {problem.dtype}. "
+            f"Cast query, key and value to {dtypes[0]}."
+        )
+    asked = (problem.head_dim, problem.value_dim)
+    dims = sorted({(variant.key.head_dim, variant.key.value_dim) for variant in here})
+    if asked not in dims:
+        listed = ", ".join(f"{d}/{dv}" for d, dv in dims)
+        wider = [(d, dv) for d, dv in dims if d >= asked[0] and dv >= asked[1]]
+        advice = (
+            f" Pad the heads with zeros to {wider[0][0]}/{wider[0][1]} and keep the scale."
+            if wider
+            else ""
+        )
+        return f"kernels for {arch.name} have D/Dv {listed}, not {asked[0]}/{asked[1]}.{advice}"
+    cap = " with a soft cap" if problem.semantics.soft_cap is not None else ""
+    same = [
+        variant.name
+        for variant in here
+        if (variant.key.dtype, variant.key.head_dim, variant.key.value_dim)
+        == (problem.dtype, *asked)
+    ]
+    return (
+        f"the {mask_class(problem)} mask{cap} is not compiled for {problem.dtype}, "
+        f"D/Dv {asked[0]}/{asked[1]} on {arch.name}. Compiled: {', '.join(same) or 'none'}."
+    )

@@ -1,0 +1,29 @@
+"""Eight virtual CPU devices for every test, decided before JAX starts."""
+
+import os
+
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis  # noqa: E402 (after the environment, like everything that may import JAX)
+import pytest  # noqa: E402
+
+hypothesis.settings.register_profile(
+    "default",
+    deadline=None,  # the first example of a shape compiles
+    derandomize=True,  # a red build must be red again tomorrow
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=5000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _fallback_warnings_start_over():
+    """A fallback is reported once per process; a test must not depend on who ran before it."""
+    from jax_fa import operations
+
+    operations._warned.clear()

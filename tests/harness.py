@@ -1,0 +1,92 @@
+"""Runs the library on the shared cases; what several test files need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_fa
+from cases import Case, Data, make
+from jax_fa import vjp
+from jax_fa.choice import Implementation
+from jax_fa.problem import Operands
+from oracle import Results, Tolerance, tolerance
+
+ROOT = Path(__file__).parent.parent
+
+
+def on_device(operands: Operands) -> Operands:
+    """The same operands as JAX arrays."""
+    return Operands(*(None if x is None else jnp.asarray(x) for x in operands))
+
+
+def public(case: Case, operands: Operands, **more: Any) -> Any:
+    """Calls the public function that a user would call for ``case``; only the output."""
+    options = {**case.options(operands), **more}
+    q, k, v = operands[:3]
+    if not case.is_packed:
+        return jax_fa.attention(q, k, v, **options)
+    return jax_fa.attention_varlen(
+        q[0],
+        k[0],
+        v[0],
+        operands.cu_seqlens_q,
+        operands.cu_seqlens_k,
+        seqused_q=operands.q_lengths,
+        seqused_k=operands.kv_lengths,
+        **options,
+    )[None]
+
+
+@lru_cache(maxsize=None)
+def data(case: Case, dtype: str) -> Data:
+    """``make``, once."""
+    return make(case, dtype)
+
+
+@lru_cache(maxsize=None)
+def wanted(case: Case, dtype: str) -> Tolerance:
+    """Exact results of a case, forward and backward, and the tolerance."""
+    return tolerance(data(case, dtype).operands, case.semantics, data(case, dtype).cotangents)
+
+
+@lru_cache(maxsize=None)
+def computed(case: Case, dtype: str, implementation: Implementation | None = None) -> Results:
+    """Forward and gradients of a case through the library's ``custom_vjp``."""
+    return run(case, data(case, dtype), implementation)
+
+
+def run(case: Case, given: Data, implementation: Implementation | None = None) -> Results:
+    """The same for other data."""
+    semantics = case.semantics
+
+    @jax.jit
+    def step(differentiable: tuple[Any, ...], rest: Operands, cotangents: tuple[Any, Any]) -> Any:
+        def attend(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+            operands = rest._replace(q=q, k=k, v=v, sinks=sinks)
+            return vjp.attention(operands, semantics, implementation)
+
+        results, pull = jax.vjp(attend, *differentiable)
+        return *results, *pull(cotangents)
+
+    x = on_device(given.operands)
+    rest = x._replace(q=None, k=None, v=None, sinks=None)
+    out, lse, dq, dk, dv, dsinks = step((x.q, x.k, x.v, x.sinks), rest, given.cotangents)
+    return Results(out, lse, dq, dk, dv, None if dsinks is None else np.sum(dsinks, axis=0))
+
+
+def in_new_process(code: str, **environment: str) -> str:
+    """Runs Python code in a fresh interpreter that sees this package; returns its output."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
