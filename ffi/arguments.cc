@@ -49,6 +49,10 @@ class Reader {
     Complain(buffer.error().message());
     return std::nullopt;
   }
+  // The next result if there is one, whatever its type and shape.
+  void* NextScratch() {
+    return reading_results_ && next_ < rets_.size() ? Take()->untyped_data() : nullptr;
+  }
   void ReadResults() {
     reading_results_ = true;
     next_ = 0;
@@ -202,6 +206,10 @@ ffi::ErrorOr<BwdParams> BackwardParams(const ffi::RemainingArgs& args, const ffi
   params.dk = reader.Next("dk", layout.dtype, layout.k);
   params.dv = reader.Next("dv", layout.dtype, layout.v);
   params.dsinks = static_cast<float*>(reader.NextOptional("dsinks", ffi::DataType::F32, layout.sinks));
+  params.scratch.dq_sum = reader.NextScratch();
+  params.scratch.row_stats = reader.NextScratch();
+  params.scratch.dkv_sums = reader.NextScratch();
+  params.scratch.turns = reader.NextScratch();
   if (reader.ok() && (params.dsinks == nullptr) != (params.extras.sinks == nullptr)) {
     reader.Complain("dsinks should be asked for if and only if sinks is given");
   }

@@ -82,8 +82,8 @@ std::vector<Sequence> Sequences(const Problem& problem, const Extras& extras,
   for (int64_t m = 0; m < problem.num_sequences; ++m) {
     const Slot q = q_slots[m];
     const Slot kv = kv_slots[m];
-    const int64_t shift = (extras.q_offset ? extras.q_offset[m] : 0) +
-                          (problem.bottom_right ? kv.used - q.used : 0);
+    const int64_t shift =
+        (extras.q_offset ? extras.q_offset[m] : 0) + (problem.bottom_right ? kv.used - q.used : 0);
     sequences[m] = {m, q.first, kv.first, {shift, left, right, q.used, kv.used}};
   }
   return sequences;
@@ -98,10 +98,9 @@ struct Work {
   int64_t kv_tokens;
 
   Work(const Problem& problem, const Extras& extras)
-      : q_slots(Slots(problem.num_sequences, problem.q_len, extras.cu_seqlens_q,
-                      extras.q_lengths)),
-        kv_slots(Slots(problem.num_sequences, problem.kv_len, extras.cu_seqlens_k,
-                       extras.kv_lengths)),
+      : q_slots(Slots(problem.num_sequences, problem.q_len, extras.cu_seqlens_q, extras.q_lengths)),
+        kv_slots(
+            Slots(problem.num_sequences, problem.kv_len, extras.cu_seqlens_k, extras.kv_lengths)),
         sequences(Sequences(problem, extras, q_slots, kv_slots)),
         q_tokens(problem.batch * problem.q_len),
         kv_tokens(problem.batch * problem.kv_len) {}
@@ -196,8 +195,7 @@ void AttentionForwardCpu(const FwdParams& params, const ParallelFor& parallel_fo
     std::fill_n(params.lse + first * heads, count * heads, -__builtin_inff());
   });
 
-  const std::vector<Tile> tiles =
-      QueryTiles(problem, work.sequences, kernels.tile_rows(problem));
+  const std::vector<Tile> tiles = QueryTiles(problem, work.sequences, kernels.tile_rows(problem));
   parallel_for(static_cast<int64_t>(tiles.size()), [&](int64_t i) {
     const AlignedFloats scratch(kernels.scratch_floats(problem));
     kernels.forward(params, tiles[i], scratch.get());

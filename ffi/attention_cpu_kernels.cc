@@ -29,10 +29,10 @@
 // r / group, head r % group of the group, so that a kv head is read once for its whole group.
 #include "attention_cpu_kernels.h"
 
+#include <math.h>
+
 #include <cstdint>
 #include <cstring>
-
-#include <math.h>
 
 #include "attention_cpu_simd.h"
 
@@ -43,8 +43,8 @@
 namespace jax_fa {
 namespace {
 
-constexpr int64_t kBlock = 96;      // walked rows of a block
-constexpr int64_t kMaxPanels = 8;   // of a tile
+constexpr int64_t kBlock = 96;     // walked rows of a block
+constexpr int64_t kMaxPanels = 8;  // of a tile
 
 // ---- Sides, panels, blocks ----------------------------------------------------------------------
 
@@ -54,10 +54,10 @@ enum class Lanes { kQueries, kKeys };
 struct Side {
   int64_t first_token;
   int64_t first_head;
-  int64_t num_heads;         // of the array
-  int64_t group;             // heads of this side; 1 for keys
-  int64_t count;             // used tokens * group
-  const int32_t* segments;   // [tokens], or null
+  int64_t num_heads;        // of the array
+  int64_t group;            // heads of this side; 1 for keys
+  int64_t count;            // used tokens * group
+  const int32_t* segments;  // [tokens], or null
 
   int64_t Token(int64_t row) const { return first_token + row / group; }
   int64_t FlatRow(int64_t row) const { return Token(row) * num_heads + first_head + row % group; }
@@ -66,14 +66,18 @@ struct Side {
 Side QuerySide(const Problem& problem, const Extras& extras, const Tile& tile) {
   const Sequence& sequence = *tile.sequence;
   const int64_t group = problem.num_q_heads / problem.num_kv_heads;
-  return {sequence.q_first, tile.kv_head * group, problem.num_q_heads, group,
-          sequence.window.q_len * group, extras.q_segments};
+  return {sequence.q_first,
+          tile.kv_head * group,
+          problem.num_q_heads,
+          group,
+          sequence.window.q_len * group,
+          extras.q_segments};
 }
 
 Side KeySide(const Problem& problem, const Extras& extras, const Tile& tile) {
   const Sequence& sequence = *tile.sequence;
-  return {sequence.kv_first, tile.kv_head, problem.num_kv_heads, 1, sequence.window.kv_len,
-          extras.kv_segments};
+  return {sequence.kv_first,      tile.kv_head,      problem.num_kv_heads, 1,
+          sequence.window.kv_len, extras.kv_segments};
 }
 
 // An array of one side: q, k, v, dout, ...
@@ -86,13 +90,13 @@ Array Input(const void* data, int64_t width) { return {const_cast<void*>(data), 
 
 // The walked rows that each lane of a panel sees.
 struct Band {
-  int64_t first;             // row of lane 0
-  int64_t count;             // lanes in use
+  int64_t first;  // row of lane 0
+  int64_t count;  // lanes in use
   int64_t lo[kPanel];
   int64_t hi[kPanel];
-  int32_t segment[kPanel];   // garbage without segments
-  Range any;                 // rows that some lane sees, but for segments
-  Range all;                 // rows that every lane in use sees, but for segments
+  int32_t segment[kPanel];  // garbage without segments
+  Range any;                // rows that some lane sees, but for segments
+  Range all;                // rows that every lane in use sees, but for segments
   int32_t min_segment;
   int32_t max_segment;
 };
@@ -109,8 +113,8 @@ void MakeBand(const Sequence& sequence, const Side& side, int64_t walked_group, 
   band->max_segment = INT32_MIN;
   for (int64_t i = 0; i < band->count; ++i) {
     const int64_t token = (first + i) / side.group;
-    const Range range = kLanesAre == Lanes::kQueries ? VisibleKeys(sequence, token)
-                                                     : VisibleRows(sequence, token);
+    const Range range =
+        kLanesAre == Lanes::kQueries ? VisibleKeys(sequence, token) : VisibleRows(sequence, token);
     band->lo[i] = range.lo * walked_group;
     band->hi[i] = range.hi * walked_group;
     band->all = {Max(band->all.lo, band->lo[i]), Min(band->all.hi, band->hi[i])};
@@ -129,7 +133,7 @@ void MakeBand(const Sequence& sequence, const Side& side, int64_t walked_group, 
 struct Block {
   int64_t first;
   int64_t count;
-  const int32_t* segments;   // [kBlock], or null
+  const int32_t* segments;  // [kBlock], or null
   int32_t min_segment;
   int32_t max_segment;
 };
@@ -149,8 +153,11 @@ Block MakeBlock(const Side& side, int64_t first, int64_t end, int32_t* segments)
 // The part of a block that a panel has to do with, counted from the start of the block.
 struct Span {
   int64_t begin;
-  int64_t count;      // 0: no lane sees any row
-  bool needs_mask;    // some lane does not see some row
+  int64_t count;    // 0: no lane sees any row
+  int64_t lanes;    // in use
+  bool needs_mask;  // some lane does not see some row
+
+  int64_t Vectors() const { return CeilDiv(lanes, kLanes); }
 };
 
 Span Overlap(const Band& band, const Block& block) {
@@ -158,11 +165,11 @@ Span Overlap(const Band& band, const Block& block) {
   const bool is_empty =
       rows.hi <= rows.lo || (block.segments && (block.max_segment < band.min_segment ||
                                                 block.min_segment > band.max_segment));
-  if (is_empty) return {0, 0, false};
+  if (is_empty) return {0, 0, 0, false};
   const bool one_segment = !block.segments || (block.min_segment == block.max_segment &&
                                                band.min_segment == band.max_segment);
   const bool in_band = band.all.lo <= rows.lo && rows.hi <= band.all.hi;
-  return {rows.lo - block.first, rows.hi - rows.lo, !(one_segment && in_band)};
+  return {rows.lo - block.first, rows.hi - rows.lo, band.count, !(one_segment && in_band)};
 }
 
 // Which lanes see a row of a span.
@@ -240,7 +247,7 @@ void StorePanel(const float* panel, const float* scale, DType dtype, const Side&
 // q . k with q already multiplied by `scale` gives base-2 logits, or what the soft cap is taken of.
 struct Logits {
   float scale;
-  float cap_log2;   // 0: none
+  float cap_log2;  // 0: none
 
   explicit Logits(const Problem& problem)
       : scale(problem.soft_cap > 0.0f ? problem.scale / problem.soft_cap : problem.scale * kLog2e),
@@ -255,11 +262,11 @@ void Accumulate(const Span& span, const Mask& mask, bool all_finite, const float
                 int64_t width, const float* p, const float* rescale, float* c) {
   const Matrix y = {rows + span.begin * width, width};
   if (!span.needs_mask || all_finite) {
-    Product<Left::kByColumns>(width, y, span.count, p, rescale, c);
+    Product<Left::kByColumns>(width, y, span.count, span.lanes, p, rescale, c);
     return;
   }
   for (int64_t d = 0; d < width; ++d) {
-    for (int v = 0; v < kPanelVectors; ++v) {
+    for (int v = 0; v < span.Vectors(); ++v) {
       float* at = c + d * kPanel + v * kLanes;
       Vf sum = Load(at) * Load(rescale + v * kLanes);
       for (int64_t j = 0; j < span.count; ++j) {
@@ -288,16 +295,16 @@ void StartSoftmax(const float* sinks, const Side& side, const Band& band, Runnin
   }
 }
 
-// Turns the raw scores s [count, kPanel] of a span into 2^(logit - max), updates max and sum, and
+// Turns the raw scores s [walked, kPanel] of a span into 2^(logit - max), updates max and sum, and
 // leaves in rescale [kPanel] what everything summed up so far must be multiplied by.
 template <bool kNeedsMask>
-void OnlineSoftmax(const Logits& logits, const Mask& mask, int64_t count, float* s,
+void OnlineSoftmax(const Logits& logits, const Span& span, const Mask& mask, float* s,
                    RunningSoftmax* state, float* rescale) {
-  for (int v = 0; v < kPanelVectors; ++v) {
+  for (int v = 0; v < span.Vectors(); ++v) {
     float* column = s + v * kLanes;
     const Vf old_max = Load(state->max + v * kLanes);
     Vf max = old_max;
-    for (int64_t j = 0; j < count; ++j) {
+    for (int64_t j = 0; j < span.count; ++j) {
       Vf z = Load(column + j * kPanel);
       if (logits.cap_log2 != 0.0f) z = logits.cap_log2 * Tanh(z);
       if (kNeedsMask) z = mask.Sees(v, j) ? z : Splat(-kInf);
@@ -308,7 +315,7 @@ void OnlineSoftmax(const Logits& logits, const Mask& mask, int64_t count, float*
     const Vf base = max == -kInf ? Vf{} : max;
     const Vf factor = Exp2(old_max - base);
     Vf sum = Load(state->sum + v * kLanes) * factor;
-    for (int64_t j = 0; j < count; ++j) {
+    for (int64_t j = 0; j < span.count; ++j) {
       const Vf p = Exp2(Load(column + j * kPanel) - base);
       sum += p;
       Store(column + j * kPanel, p);
@@ -322,8 +329,8 @@ void OnlineSoftmax(const Logits& logits, const Mask& mask, int64_t count, float*
 struct ForwardPanel {
   Band band;
   RunningSoftmax softmax;
-  float* q;     // (D, lane), scaled
-  float* out;   // (Dv, lane), before the division by the sum
+  float* q;    // (D, lane), scaled
+  float* out;  // (Dv, lane), before the division by the sum
 };
 
 void Finish(const FwdParams& params, const Side& side, ForwardPanel& panel, float* row) {
@@ -402,11 +409,11 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
       }
       const Mask mask = MakeMask(panel.band, block, span);
       const Matrix k_rows = {k_block + span.begin * k.width, k.width};
-      Product<Left::kByRows>(span.count, k_rows, k.width, panel.q, nullptr, s);
+      Product<Left::kByRows>(span.count, k_rows, k.width, span.lanes, panel.q, nullptr, s);
       if (span.needs_mask) {
-        OnlineSoftmax<true>(logits, mask, span.count, s, &panel.softmax, rescale);
+        OnlineSoftmax<true>(logits, span, mask, s, &panel.softmax, rescale);
       } else {
-        OnlineSoftmax<false>(logits, mask, span.count, s, &panel.softmax, rescale);
+        OnlineSoftmax<false>(logits, span, mask, s, &panel.softmax, rescale);
       }
       Accumulate(span, mask, v_finite, v_block, v.width, s, rescale, panel.out);
     }
@@ -456,13 +463,13 @@ void LoadStats(const BwdParams& params, const float* delta, const Side& side, in
   }
 }
 
-// From the raw scores s and dp = dO . V, both [count, kPanel], to the probabilities (in s) and the
+// From the raw scores s and dp = dO . V, both [walked, kPanel], to the probabilities (in s) and the
 // gradients of q . k but for the scale (in dp). Stats are those of lanes, or of walked rows.
 template <Lanes kLanesAre, bool kNeedsMask>
-void ScoreGradients(const Logits& logits, const Mask& mask, int64_t count, RowStats stats,
+void ScoreGradients(const Logits& logits, const Span& span, const Mask& mask, RowStats stats,
                     float* s, float* dp) {
-  for (int64_t j = 0; j < count; ++j) {
-    for (int v = 0; v < kPanelVectors; ++v) {
+  for (int64_t j = 0; j < span.count; ++j) {
+    for (int v = 0; v < span.Vectors(); ++v) {
       constexpr bool kPerLane = kLanesAre == Lanes::kQueries;
       const Vf lse = kPerLane ? Load(stats.lse + v * kLanes) : Splat(stats.lse[j]);
       const Vf delta = kPerLane ? Load(stats.delta + v * kLanes) : Splat(stats.delta[j]);
@@ -489,12 +496,12 @@ void ScoreGradients(const Logits& logits, const Mask& mask, int64_t count, RowSt
 
 struct BackwardPanel {
   Band band;
-  float lse[kPanel];     // with queries in the lanes
+  float lse[kPanel];  // with queries in the lanes
   float delta[kPanel];
-  float* x;              // (D, lane): q or k, scaled
-  float* y;              // (Dv, lane): dout or v
-  float* dx;             // (D, lane): dq or dk, before the scale
-  float* dy;             // (Dv, lane): dv, with keys in the lanes
+  float* x;   // (D, lane): q or k, scaled
+  float* y;   // (Dv, lane): dout or v
+  float* dx;  // (D, lane): dq or dk, before the scale
+  float* dy;  // (Dv, lane): dv, with keys in the lanes
 };
 
 // Queries in the lanes: x, y = q, dout of the tile; keys are walked; writes dq.
@@ -566,8 +573,8 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
         if (kKeyLanes) {
           LoadStats(params, delta, walked, first, block.count, {block_lse, block_delta});
         }
-        all_finite = AllFinite(x_block, block.count * q.width) &&
-                     AllFinite(y_block, block.count * v.width);
+        all_finite =
+            AllFinite(x_block, block.count * q.width) && AllFinite(y_block, block.count * v.width);
         is_loaded = true;
       }
       const Mask mask = MakeMask(panel.band, block, span);
@@ -575,12 +582,12 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
                                        : RowStats{panel.lse, panel.delta};
       const Matrix x_rows = {x_block + span.begin * q.width, q.width};
       const Matrix y_rows = {y_block + span.begin * v.width, v.width};
-      Product<Left::kByRows>(span.count, x_rows, q.width, panel.x, nullptr, s);
-      Product<Left::kByRows>(span.count, y_rows, v.width, panel.y, nullptr, dp);
+      Product<Left::kByRows>(span.count, x_rows, q.width, span.lanes, panel.x, nullptr, s);
+      Product<Left::kByRows>(span.count, y_rows, v.width, span.lanes, panel.y, nullptr, dp);
       if (span.needs_mask) {
-        ScoreGradients<kLanesAre, true>(logits, mask, span.count, stats, s, dp);
+        ScoreGradients<kLanesAre, true>(logits, span, mask, stats, s, dp);
       } else {
-        ScoreGradients<kLanesAre, false>(logits, mask, span.count, stats, s, dp);
+        ScoreGradients<kLanesAre, false>(logits, span, mask, stats, s, dp);
       }
       Accumulate(span, mask, all_finite, x_block, q.width, dp, ones, panel.dx);
       if (kKeyLanes) Accumulate(span, mask, all_finite, y_block, v.width, s, ones, panel.dy);

@@ -280,12 +280,9 @@ KernelResults RunKernels(const Case& c, int num_threads = 2) {
   const Problem& p = c.problem;
   const Tensor q = Store(c, c.q, true), k = Store(c, c.k, false), v = Store(c, c.v, false);
   const Tensor dout = Store(c, c.dout, true);
-  KernelResults r = {Tensor(p.dtype, c.dout.size()),
-                     Tensor(p.dtype, c.q.size()),
-                     Tensor(p.dtype, c.k.size()),
-                     Tensor(p.dtype, c.v.size()),
-                     std::vector<float>(c.QRows(), kNan),
-                     std::vector<float>(c.sinks.size(), kNan)};
+  KernelResults r = {Tensor(p.dtype, c.dout.size()),      Tensor(p.dtype, c.q.size()),
+                     Tensor(p.dtype, c.k.size()),         Tensor(p.dtype, c.v.size()),
+                     std::vector<float>(c.QRows(), kNan), std::vector<float>(c.sinks.size(), kNan)};
   AttentionForwardCpu({p, c.extras(), q.bytes.data(), k.bytes.data(), v.bytes.data(),
                        r.out.bytes.data(), r.lse.data()},
                       Threads(num_threads));
@@ -299,12 +296,11 @@ KernelResults RunKernels(const Case& c, int num_threads = 2) {
     lse[row] = kNan;
     if (!dlse.empty()) dlse[row] = kNan;
   }
-  AttentionBackwardCpu({p, c.extras(), q.bytes.data(), k.bytes.data(), v.bytes.data(),
-                        out.bytes.data(), lse.data(), dout.bytes.data(),
-                        dlse.empty() ? nullptr : dlse.data(), r.dq.bytes.data(),
-                        r.dk.bytes.data(), r.dv.bytes.data(),
-                        c.sinks.empty() ? nullptr : r.dsinks.data()},
-                       Threads(num_threads));
+  AttentionBackwardCpu(
+      {p, c.extras(), q.bytes.data(), k.bytes.data(), v.bytes.data(), out.bytes.data(), lse.data(),
+       dout.bytes.data(), dlse.empty() ? nullptr : dlse.data(), r.dq.bytes.data(),
+       r.dk.bytes.data(), r.dv.bytes.data(), c.sinks.empty() ? nullptr : r.dsinks.data()},
+      Threads(num_threads));
   return r;
 }
 
@@ -367,9 +363,14 @@ struct Random {
 Case PlainCase(DType dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t heads,
                int64_t kv_heads, int64_t dim, int64_t value_dim) {
   Case c;
-  c.problem = {dtype,    batch, batch,     q_len, kv_len, heads,      kv_heads,   dim,
-               value_dim, static_cast<float>(1 / std::sqrt(static_cast<double>(dim))),
-               0.0f,     kUnbounded, kUnbounded, false, true};
+  c.problem = {dtype,      batch,
+               batch,      q_len,
+               kv_len,     heads,
+               kv_heads,   dim,
+               value_dim,  static_cast<float>(1 / std::sqrt(static_cast<double>(dim))),
+               0.0f,       kUnbounded,
+               kUnbounded, false,
+               true};
   return c;
 }
 
@@ -651,9 +652,9 @@ void TestBrokenBordersStayInBounds() {
   Extras extras = ordered.extras();
   extras.cu_seqlens_q = extras.cu_seqlens_k = borders;
   const Tensor q = Store(c, c.q, true);
-  AttentionForwardCpu({c.problem, extras, q.bytes.data(), q.bytes.data(), q.bytes.data(),
-                       out.data(), lse.data()},
-                      Threads(1));
+  AttentionForwardCpu(
+      {c.problem, extras, q.bytes.data(), q.bytes.data(), q.bytes.data(), out.data(), lse.data()},
+      Threads(1));
   bool written = true;
   for (float x : out) written &= !std::isnan(x);
   for (float x : lse) written &= !std::isnan(x);

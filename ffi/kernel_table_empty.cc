@@ -1,4 +1,4 @@
-// The kernel table of a build without GPU kernels.
+// The kernel table of a build without GPU kernels, in the place of kernel_table.gen.cc.
 #ifndef JAX_FA_HAS_GPU_KERNELS
 
 #include "kernel_table.h"

@@ -53,9 +53,19 @@ struct FwdParams {
   float* lse;     // [B, T, N] natural log
 };
 
+// Memory of a backward that nobody reads afterwards, uninitialised: sizes and meaning are those of
+// SCRATCH in jax_fa/kernels/abi.py. The CPU has none of it.
+struct Scratch {
+  void* dq_sum;
+  void* row_stats;
+  void* dkv_sums;
+  void* turns;
+};
+
 struct BwdParams {
   Problem problem;
   Extras extras;
+  Scratch scratch;
   const void* q;      // [B, T, N, D]
   const void* k;      // [B, S, K, D]
   const void* v;      // [B, S, K, Dv]

@@ -8,6 +8,8 @@
 #include "attention_cpu.h"
 #include "band.h"
 #include "handlers_cpu.h"
+#include "handlers_cuda.h"
+#include "record.h"
 
 namespace nb = nanobind;
 
@@ -20,13 +22,25 @@ nb::capsule Handler(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// platform -> {target name -> handler}
+nb::dict Stages(XLA_FFI_Error* (*initialize)(XLA_FFI_CallFrame*),
+                XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*)) {
+  nb::dict stages;
+  stages["initialize"] = Handler(initialize);
+  stages["execute"] = Handler(execute);
+  return stages;
+}
+
+// platform -> {target name -> handler, or {stage -> handler}}
 nb::dict Registrations() {
   nb::dict cpu;
   cpu["jax_fa_fwd_v1"] = Handler(jax_fa::kForwardCpu);
   cpu["jax_fa_bwd_v1"] = Handler(jax_fa::kBackwardCpu);
+  nb::dict cuda;
+  cuda["jax_fa_fwd_v1"] = Stages(jax_fa::kInitializeForwardCuda, jax_fa::kForwardCuda);
+  cuda["jax_fa_bwd_v1"] = Stages(jax_fa::kInitializeBackwardCuda, jax_fa::kBackwardCuda);
   nb::dict platforms;
   platforms["cpu"] = cpu;
+  platforms["CUDA"] = cuda;
   return platforms;
 }
 
@@ -50,6 +64,8 @@ NB_MODULE(_jax_fa, m) {
   m.def("registrations", &Registrations);
   m.def("operand_names", &jax_fa::OperandNames, nb::arg("backward"));
   m.def("attribute_names", &jax_fa::AttributeNames);
+  m.def("variants", &jax_fa::VariantNames);
+  m.def("record", &jax_fa::Record, nb::arg("operation"), nb::arg("capability"), nb::arg("call"));
   m.def("cpu_isa", [] { return std::string(jax_fa::CpuIsa()); });
   m.def("keys_of", &KeysOf, nb::arg("window"), nb::arg("row"));
   m.def("rows_of", &RowsOf, nb::arg("window"), nb::arg("key"));

@@ -1,5 +1,7 @@
 #include "record.h"
 
+#include <nanobind/stl/string.h>
+
 #include <stdexcept>
 #include <vector>
 
@@ -122,7 +124,12 @@ nb::dict ToPython(const Launch& launch) {
 
 template <typename Params>
 nb::dict RecordCall(const Params& params, int32_t capability) {
-  const VariantKey key = KeyOf(params, ArchOf(capability));
+  const int32_t arch = ArchOf(capability);
+  if (arch == 0) {
+    throw std::invalid_argument("record: no kernels are compiled for compute capability " +
+                                std::to_string(capability));
+  }
+  const VariantKey key = KeyOf(params, arch);
   const Variant* variant = FindVariant(key);
   if (variant == nullptr) throw std::invalid_argument("record: " + Refusal(key));
   Arguments arguments;

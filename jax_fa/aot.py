@@ -8,10 +8,11 @@ Needs nvidia-cutlass-dsl, and no GPU. Leaves in DIR, for every chosen variant of
     kernel_table.gen.cc  the C++ side of the list: ffi/kernel_table.h
     report.json          registers, stack, shared memory, seconds, bytes of each variant
 
-What a build does with it: compile ``ffi/*.cc`` with ``-DJAX_FA_HAS_GPU_KERNELS`` and ``DIR/*.gen.cc``
-with ``ffi/`` on the include path, and link ``DIR/*.o``. The objects need no CUDA library:
-``ffi/driver.cc`` is the only other side of theirs. DIR is all that a machine without the DSL needs
-to build. ``--variants none`` writes an empty table and needs no DSL either.
+What a build does with it: compile ``DIR/*.gen.cc`` with ``ffi/`` on the include path, define
+``JAX_FA_HAS_GPU_KERNELS`` for ``ffi/kernel_table_empty.cc`` (or leave that file out), and link
+``DIR/*.o``. The objects need no CUDA library: ``ffi/driver.cc`` is all that they call. DIR is all that
+a machine without the DSL needs to build. ``--variants none`` writes an empty table, which needs no
+DSL either.
 
 A variant is compiled again only if its sources, its configuration, the DSL or the options changed:
 results are kept under a content hash (``--cache``). Whether the DSL is there:
@@ -186,7 +187,8 @@ def entry_symbol(variant: Variant, header: str) -> str:
     wrapper = re.search(r"_wrapper\(\w+ \*module, ([^)]*)\)", header)
     if entry is None or wrapper is None:
         raise AotError(f"{variant.name}: the exported header has no entry in the form expected")
-    got = [tuple(parameter.replace("*", "* ").split()) for parameter in wrapper[1].split(",")]
+    found = re.findall(r"(\w+ ?\*?) ?(\w+)(?:,|$)", wrapper[1])
+    got = [(c_type.replace(" ", ""), name) for c_type, name in found]
     want = aot_table.c_parameters(variant.operation)
     for position, (have, need) in enumerate(zip(got, want, strict=False)):
         if have != need:
@@ -319,7 +321,9 @@ def _tell(line: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     archs = [arch.name for arch in ARCHS]
-    parser = argparse.ArgumentParser(prog="python -m jax_fa.aot", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_fa.aot", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--output", type=Path, help="folder for objects, table and report")
     parser.add_argument(
         "--variants",

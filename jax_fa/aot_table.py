@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jax_fa.kernels import abi
 from jax_fa.variants import ARCHS, Operation, Variant
 
-PARAMETERS: dict[Operation, tuple[abi.Param, ...]] = {"fwd": abi.FORWARD, "bwd": ()}
+PARAMETERS: dict[Operation, tuple[abi.Param, ...]] = {"fwd": abi.FORWARD, "bwd": abi.BACKWARD}
 """Parameter list of each operation's host entries."""
 
 _C_TYPES = {
@@ -133,11 +133,11 @@ def _arch_number(arch: str) -> int:
 
 
 def _accessor(rows: Sequence[Row]) -> str:
-    variants = "variants" if rows else "nullptr"
     num_capabilities = sum(len(arch.capabilities) for arch in ARCHS)
+    fields = f"{'variants' if rows else 'nullptr'}, {len(rows)}, capabilities, {num_capabilities}"
     return (
         "const Table& KernelTable() {\n"
-        f"  static const Table table{{{variants}, {len(rows)}, capabilities, {num_capabilities}}};\n"
+        f"  static const Table table{{{fields}}};\n"
         "  return table;\n"
         "}\n"
     )
@@ -163,6 +163,8 @@ def _value(param: abi.Param) -> str:
         return "device.num_sms"
     if param in abi.EXTRAS:
         return f"params.extras.{param.name}"
+    if param in abi.SCRATCH:
+        return f"params.scratch.{param.name}"
     if param.kind == "pointer":
         return f"params.{param.name}"
     return f"static_cast<{_C_TYPES[param.kind]}>(params.problem.{param.name})"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_fa import arguments, operations, reference, vjp
+from jax_fa import arguments, bindings, operations, reference, vjp
 from jax_fa.arguments import Call, Options, WindowSize
 from jax_fa.band import Alignment
 from jax_fa.choice import Choice, Implementation, choose
@@ -299,7 +299,7 @@ def _needs_reference(call: Call) -> str | None:
 def _choice(call: Call, problem: Problem, platform: str) -> Choice:
     reason = _needs_reference(call)
     if reason is None:
-        return choose(problem, platform, call.implementation)
+        return choose(problem, bindings.target(platform), call.implementation)
     if call.implementation in (None, "xla"):
         return Choice("xla", "", reason)
     raise NotImplementedError(

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from jax_fa import _jax_fa  # type: ignore[attr-defined]  # the compiled extension
+from jax_fa.choice import Target
 from jax_fa.problem import Gradients, Operands, Semantics
 
 FORWARD_TARGET = "jax_fa_fwd_v1"
@@ -51,6 +52,18 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
         jax.export.DisabledSafetyCheck.custom_call(name)
         for name in (FORWARD_TARGET, BACKWARD_TARGET)
     ]
+
+
+def target(platform: str) -> Target:
+    """What a computation for ``platform`` may count on: kernels of this build, GPUs at hand."""
+    if platform != "cuda":
+        return Target(platform)
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        devices = []
+    capabilities = {str(device.compute_capability) for device in devices}
+    return Target(platform, frozenset(_jax_fa.variants()), tuple(sorted(capabilities)))
 
 
 def _inputs(operands: Operands) -> list[Array]:

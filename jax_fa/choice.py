@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from jax_fa import variants
 from jax_fa.problem import KERNEL_DTYPES, Problem
+from jax_fa.variants import Operation
 
 Implementation = Literal["cpu", "cuda", "cudnn", "xla"]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("cpu", "cuda", "cudnn", "xla")
 """Names accepted by ``implementation=``; None lets the platform choose."""
+
+
+class Target(NamedTuple):
+    """What a computation is lowered for.
+
+    Attributes:
+        platform: as JAX names it.
+        compiled: names of the GPU variants this build holds.
+        capabilities: compute capabilities of the GPUs at hand, such as "9.0"; empty where there is
+            none (lowering for another machine): then every compiled family has to serve.
+    """
+
+    platform: str
+    compiled: frozenset[str] = frozenset()
+    capabilities: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -20,9 +37,9 @@ class Choice:
     Attributes:
         implementation: "cpu" and "cuda" are compiled kernels, "xla" is the jnp reference, which
             builds the T x S score matrix.
-        kernel: name of the compiled kernel; empty for "xla".
+        kernel: names of the compiled kernels, comma-separated; empty for "xla".
         reason: one sentence.
-        is_fallback: True if a faster implementation exists but does not serve this problem.
+        is_fallback: True if only the lack of a kernel led here.
     """
 
     implementation: Implementation
@@ -31,44 +48,73 @@ class Choice:
     is_fallback: bool = False
 
 
-def kernel_refusal(problem: Problem, platform: str) -> str | None:
-    """Why no compiled kernel serves ``problem`` on ``platform``; None if one does."""
-    if platform not in ("cpu", "cuda"):
-        return f"no kernels are compiled for platform {platform!r}; they exist for 'cpu'"
-    if platform == "cuda":
-        return "this build holds no GPU kernels"
+class _Refusal(Exception):
+    """No compiled kernel serves the problem; the text says why."""
+
+
+def _cuda_kernels(problem: Problem, target: Target, operation: Operation) -> str:
+    if not target.compiled:
+        raise _Refusal("this build holds no GPU kernels")
+    names = set()
+    for capability in target.capabilities:
+        if variants.arch_of(capability) is None:
+            raise _Refusal(f"no kernels exist for GPUs of compute capability {capability}")
+    at_hand = [variants.arch_of(capability) for capability in target.capabilities]
+    for arch in variants.ARCHS:
+        is_compiled = any(variants.BY_NAME[name].arch == arch.name for name in target.compiled)
+        if arch not in at_hand and (at_hand or not is_compiled):
+            continue
+        variant = variants.find(problem, arch, operation, target.compiled)
+        if variant is None:
+            raise _Refusal(variants.nearest(problem, arch, operation, target.compiled))
+        names.add(variant.name)
+    return ", ".join(sorted(names))
+
+
+def _kernels(problem: Problem, target: Target, operation: Operation) -> str:
+    """Names of the kernels that serve ``problem``."""
     if problem.dtype not in KERNEL_DTYPES:
-        return f"kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}"
-    return None
+        raise _Refusal(f"kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}")
+    if target.platform == "cpu":
+        return f"{operation}_cpu"
+    if target.platform == "cuda":
+        return _cuda_kernels(problem, target, operation)
+    raise _Refusal(f"no kernels exist for platform {target.platform!r}")
 
 
-def choose(problem: Problem, platform: str, implementation: Implementation | None) -> Choice:
+def choose(
+    problem: Problem,
+    target: Target,
+    implementation: Implementation | None,
+    operation: Operation = "fwd",
+) -> Choice:
     """The implementation for a problem without dense mask or bias.
 
     Args:
         problem: what is asked.
-        platform: the platform the computation is lowered for, as JAX names it.
+        target: what the computation is lowered for.
         implementation: what the caller forced, or None.
+        operation: forward or backward; each is chosen for itself.
 
     Raises:
         NotImplementedError: the forced implementation does not serve the problem.
     """
     if implementation == "xla":
         return Choice("xla", "", "implementation='xla' was asked for")
-    if implementation is not None and implementation != platform:
+    if implementation is not None and implementation != target.platform:
         raise NotImplementedError(
             f"attention: implementation={implementation!r} was asked for, but the computation is "
-            f"lowered for platform {platform!r}. Use implementation=None (chooses at lowering), "
-            f"or 'xla', which runs everywhere."
+            f"lowered for platform {target.platform!r}. Use implementation=None (chooses at "
+            f"lowering), or 'xla', which runs everywhere."
         )
-    refusal = kernel_refusal(problem, platform)
-    if refusal is None:
-        return Choice(
-            "cpu", "jax_fa_fwd_v1", "the CPU kernels serve every problem without mask or bias"
-        )
-    if implementation is not None:
-        raise NotImplementedError(
-            f"attention: implementation={implementation!r} does not serve this problem: {refusal}. "
-            f"Use implementation=None or 'xla'."
-        )
-    return Choice("xla", "", refusal, is_fallback=True)
+    try:
+        kernels = _kernels(problem, target, operation)
+    except _Refusal as refusal:
+        if implementation is not None:
+            raise NotImplementedError(
+                f"attention: implementation={implementation!r} does not serve this problem: "
+                f"{refusal}. Use implementation=None or 'xla'."
+            ) from None
+        return Choice("xla", "", str(refusal), is_fallback=True)
+    platform: Implementation = "cpu" if target.platform == "cpu" else "cuda"
+    return Choice(platform, kernels, f"compiled kernels serve this problem on {platform}")

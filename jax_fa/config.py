@@ -40,32 +40,35 @@ class FwdConfig:
     Attributes:
         block_kv: keys per step.
         num_consumers: warpgroups that own 64 query rows each.
+        is_persistent: a CTA works on many tiles, and starts the next while it finishes one; this
+            needs room for two query tiles.
         stages: depth of the key ring and of the value ring.
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         ping_pong: consumers take turns at the tensor cores.
-        out_aliases_q: the output tile is staged where the query tile was, instead of beside it.
-        rescale_threshold: log2 of the factor by which probabilities may exceed 1 before the
-            accumulator is rescaled; 0 rescales whenever the maximum moves.
     """
 
     block_kv: int
     num_consumers: int
+    is_persistent: bool
     stages: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
     ping_pong: bool = True
-    out_aliases_q: bool = False
-    rescale_threshold: float = 0.0
 
     @property
     def block_q(self) -> int:
         """Query rows of one tile."""
         return 64 * self.num_consumers
 
+    @property
+    def q_stages(self) -> int:
+        """Query tiles in shared memory."""
+        return 2 if self.is_persistent else 1
+
 
 def choose_forward(key: KernelKey) -> FwdConfig:
     """The forward configuration for ``key``."""
     if key.arch != "sm_90a":
         raise NotImplementedError(f"no forward kernel for {key.arch}; compiled: sm_90a")
-    return FwdConfig(block_kv=128, num_consumers=2)
+    return FwdConfig(block_kv=128, num_consumers=2, is_persistent=key.mask != "general")

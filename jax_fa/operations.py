@@ -158,10 +158,11 @@ def _forward_on(
 ) -> Sequence[Array]:
     semantics: Semantics = params["semantics"]
     operands, _ = _split(names, arrays)
-    choice = choose(Problem.of(operands, semantics), platform, params["implementation"])
+    problem = Problem.of(operands, semantics)
+    choice = choose(problem, bindings.target(platform), params["implementation"])
     if choice.implementation == "xla":
         if choice.is_fallback:
-            _warn_once(Problem.of(operands, semantics), platform, choice.reason)
+            _warn_once(problem, platform, choice.reason)
         return reference.forward(operands, semantics)
 
     def one_shard(*shard: Array) -> tuple[Array, ...]:
@@ -175,8 +176,11 @@ def _backward_on(
 ) -> Sequence[Array]:
     semantics: Semantics = params["semantics"]
     operands, (out, lse, dout, dlse) = _split(names, arrays)
-    choice = choose(Problem.of(operands, semantics), platform, params["implementation"])
+    problem = Problem.of(operands, semantics)
+    choice = choose(problem, bindings.target(platform), params["implementation"], "bwd")
     if choice.implementation == "xla":
+        if choice.is_fallback:
+            _warn_once(problem, platform, f"in the gradient, {choice.reason}")
         return _flat(reference.backward(operands, semantics, out, lse, dout, dlse))
 
     def one_shard(*shard: Array) -> tuple[Array, ...]:

@@ -223,9 +223,8 @@ def complaint(name: str, got: Any, exact: Any, rounded: Any, ulp: float) -> str 
     finite = np.isfinite(exact)
     if not finite.any():
         return None
-    error = np.where(finite, np.abs(got - np.where(finite, exact, 0)), 0)
-    allowed_error = np.abs(rounded - exact, where=finite, out=np.zeros_like(exact))
-    size = np.where(finite, np.abs(exact), 0)
+    got, exact, rounded = (np.where(finite, x, 0) for x in (got, exact, rounded))
+    error, allowed_error, size = np.abs(got - exact), np.abs(rounded - exact), np.abs(exact)
     worst = tuple(map(int, np.unravel_index(np.argmax(error - 2 * ulp * size), error.shape)))
     limit = 2 * allowed_error.max() + 2 * ulp * size[worst] + ulp * 2**-6 * size.max()
     if error[worst] > limit:

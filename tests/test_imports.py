@@ -51,7 +51,7 @@ RULES = (
     rule("kernels.*", "cutlass cuda", (*PLANNING, "kernels.*")),
     rule("aot", internal=(*PLANNING, "kernels.*", "aot_*"), lazy="cutlass"),
     rule("aot_*", internal=(*PLANNING, "kernels.*", "aot_*"), lazy="cutlass"),
-    rule("inspect", internal=(*PLANNING, "kernels.*", "aot")),
+    rule("inspect", internal=(*PLANNING, "kernels.*", "aot_*")),
     rule("emulator*", "numpy", ("emulator", "emulator.*")),
     # Run time: jax, never the DSL.
     rule("reference", "jax", SEMANTICS),
@@ -161,12 +161,14 @@ def test_run_time_rules_exclude_the_dsl_and_kernel_rules_exclude_jax():
 INCLUDES = {
     "band.h": set(),
     "kernels.h": set(),
-    "module.cc": {"arguments.h", "attention_cpu.h", "band.h", "handlers_*.h", "driver.h"},
+    "module.cc": {"arguments.h", "attention_cpu.h", "band.h", "handlers_*.h", "record.h"},
     "arguments.*": {"arguments.h", "kernels.h"},
     "attention_cpu*": {"attention_cpu*.h", "band.h", "kernels.h"},
-    "driver.*": {"driver.h"},
-    "handlers_*": {"arguments.h", "attention_cpu.h", "driver.h", "handlers_*.h", "kernels.h"},
-    "kernel_table*": {"driver.h", "kernel_table*.h", "kernels.h"},
+    "driver*": {"driver.h"},
+    "handlers_cpu.*": {"arguments.h", "attention_cpu.h", "handlers_cpu.h"},
+    "handlers_cuda.*": {"arguments.h", "driver.h", "handlers_cuda.h", "kernel_table.h"},
+    "kernel_table*": {"driver.h", "kernel_table.h", "kernels.h"},
+    "record.*": {"driver.h", "kernel_table.h", "kernels.h", "record.h"},
 }
 
 

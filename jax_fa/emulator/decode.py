@@ -69,7 +69,7 @@ class Segment:
     """
 
     __slots__ = ("full", "masked", "steps", "last", "branch", "run", "exits", "guard", "next",
-                 "touched", "join")
+                 "touches", "last_touched", "join")
 
     def __init__(self) -> None:
         self.full: list[Step] = []
@@ -81,7 +81,8 @@ class Segment:
         self.exits = False
         self.guard: tuple[int, bool] | None = None
         self.next = -1
-        self.touched = 0
+        self.touches: list[int] = []
+        self.last_touched = 0
         self.join = -1
 
 
@@ -237,8 +238,8 @@ class Decoder:
         instruction, unit = self.kernel.instructions[position], self.units[position]
         guard = instruction.guard
         segment.guard = None if guard is None else (guard.register.index, guard.negated)
-        segment.touched |= _touched(instruction)
         if unit is None:
+            segment.last_touched = _touched(instruction)
             segment.last = instruction
             if flow.is_exit(instruction):
                 segment.exits = True
@@ -248,15 +249,18 @@ class Decoder:
         elif isinstance(unit, Pure):
             full, masked = self._pure(instruction, unit)
             segment.steps.append(instruction)
+            segment.touches.append(_touched(instruction))
             segment.full.append(full)
             segment.masked.append(masked)
         else:
             run = unit.build(self, instruction, Modifiers(instruction, unit.prefix))
             if unit.blocks:
                 segment.last, segment.run = instruction, run
+                segment.last_touched = _touched(instruction)
             else:
                 step = _effect_step(run, segment.guard)
                 segment.steps.append(instruction)
+                segment.touches.append(_touched(instruction))
                 segment.full.append(step)
                 segment.masked.append(step)
 

@@ -31,6 +31,9 @@ from jax_fa.emulator.warp import Fragment, Join, Wait, Warp
 
 COMPLETIONS = ("lazy", "eager", "random")
 
+# Turns without any event after which spinning warps are no longer left to themselves.
+PATIENCE = 2000
+
 
 @dataclass(frozen=True)
 class Options:
@@ -203,8 +206,6 @@ class Machine:
         self.random = RandomSource(seed)
         self.threads = int(np.prod(launch.block))
         self.shared_size = program.shared[""] + launch.shared_bytes
-        dynamic = [v.align for v in program.kernel.variables if v.space == "shared" and not v.size]
-        self.shared_size += max(dynamic, default=1) - 1
         self.params = self._parameter_block()
         self.pipes: dict[Hashable, deque[Operation]] = {}
         self.progress = 0
@@ -246,6 +247,11 @@ class Machine:
                 self._advance(key)
         return operation
 
+    def finish(self, operation: Operation) -> None:
+        """Completes an operation that another one waits for."""
+        while not operation.finished:
+            self._advance(operation)
+
     def gives_up(self) -> bool:
         """Whether a polling wait reports failure at once."""
         return self.options.completion == "random" and self.random.chance(0.05)
@@ -265,12 +271,24 @@ class Machine:
         while len(self.resident) < self.options.resident and self.waiting:
             self._admit()
         stalled_at = -1
+        idle_since, idle_turns = -1, 0
         while self.resident:
+            if self.progress == idle_since:
+                idle_turns += 1
+            else:
+                idle_since, idle_turns = self.progress, 0
             runnable = [f for c in self.resident for w in c.warps() for f in w.fragments
                         if f.wait is None or f.wait.ready()]
             if self.pipes and self.options.completion == "random" and self.random.chance(0.25):
                 self._advance(self.random.choice(list(self.pipes)))
-            if runnable:
+            if idle_turns > PATIENCE and (self.pipes or self.waiting):
+                # Every runnable warp may be spinning on memory that only these can change.
+                idle_turns = 0
+                if self.pipes:
+                    self._advance(self.random.choice(list(self.pipes)))
+                else:
+                    self._admit()
+            elif runnable:
                 self._run_fragment(self.random.choice(runnable))
             elif self.pipes:
                 self._advance(self.random.choice(list(self.pipes)))
@@ -296,8 +314,8 @@ class Machine:
         for fragment in polls:
             wait, fragment.wait = fragment.wait, None
             if wait.resume is not None:
-                fragment.warp.mask = fragment.mask
                 wait.resume(False)
+            fragment.segment = self.program.segments[fragment.segment].next
         return bool(polls)
 
     def _advance(self, key: Hashable) -> None:
@@ -372,7 +390,6 @@ class Machine:
         warp = fragment.warp
         if fragment.wait is not None:
             wait, fragment.wait = fragment.wait, None
-            warp.mask = fragment.mask
             if wait.resume is not None:
                 wait.resume(True)
             fragment.segment = self.program.segments[fragment.segment].next

@@ -159,10 +159,13 @@ class SharedMemory:
         self.wide = self.data.view(np.uint64).reshape(-1, 2)
         self.written = np.zeros(size, dtype=np.uint8)
         self.written_views = {s: self.written.view(DTYPES[UNSIGNED[s]]) for s in (1, 2, 4, 8)}
-        self.owner = np.zeros(size // CHUNK, dtype=np.uint8)
+        self.owner = np.zeros(size // CHUNK, dtype=np.uint16)
         self.reads = np.zeros(size // CHUNK, dtype=np.uint16)
         self.writes = np.zeros(size // CHUNK, dtype=np.uint16)
         self.claims: dict[Claim, None] = {}
+        # Decoded matrix operands, valid while `version` does not change.
+        self.version = self.cache_version = 0
+        self.cache: dict[tuple, np.ndarray] = {}
         self.touched: dict[int, list[np.ndarray]] = {}
 
     def _index(self, offsets: np.ndarray, size: int) -> np.ndarray:
@@ -194,6 +197,7 @@ class SharedMemory:
             self._hazard("is overwritten", chunks, "write")
         if self.reads[chunks].any():
             self._hazard("is overwritten", chunks, "read")
+        self.version += 1
         self.views[size][index] = values
         self.written_views[size][index] = (1 << (8 * size)) // 255
         self.owner[chunks] = warp + 1
@@ -236,6 +240,7 @@ class SharedMemory:
         if claim.access == "read":
             self.reads[claim.chunks] -= 1
         else:
+            self.version += 1
             self.writes[claim.chunks] -= 1
             self.owner[claim.chunks] = 0
             self.written.reshape(-1, CHUNK)[claim.chunks] = 1

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jax_fa.emulator.faults import DivergenceError, Place
+from jax_fa.emulator.faults import AsyncHazardError, DivergenceError, Place
+from jax_fa.emulator.ptx import Both, Instruction, Register, Vector
 from jax_fa.emulator.values import FULL, LANES, poison
 
 if TYPE_CHECKING:
@@ -45,12 +46,13 @@ class Wait:
 class Join:
     """A meeting point of diverged lanes."""
 
-    __slots__ = ("segment", "mask", "arrived")
+    __slots__ = ("segment", "mask", "arrived", "outer")
 
     def __init__(self, segment: int, mask: np.ndarray) -> None:
         self.segment = segment
         self.mask = mask
         self.arrived = np.zeros(LANES, dtype=np.bool_)
+        self.outer: tuple[Join, ...] = ()
 
 
 class Fragment:
@@ -67,19 +69,39 @@ class Fragment:
 
 
 class InFlight:
-    """Registers an asynchronous instruction still reads or writes.
+    """Registers that an asynchronous instruction still reads or writes.
 
     Attributes:
-      touched: bit set of register numbers that must be left alone.
-      what: the instruction, for messages.
+      written, read: bit sets of register numbers.
+      what: the instruction and its line, for messages.
+      until: the instruction that gives the registers back, for messages.
     """
 
-    __slots__ = ("written", "read", "what")
+    __slots__ = ("written", "read", "what", "until")
 
-    def __init__(self, written: int, read: int, what: str) -> None:
+    def __init__(self, written: int, read: int, what: str, until: str) -> None:
         self.written = written
         self.read = read
         self.what = what
+        self.until = until
+
+    def check(self, instruction: Instruction, touched: int) -> None:
+        """Refuses an instruction that touches registers in use."""
+        if touched & self.written or written_registers(instruction) & self.read:
+            raise AsyncHazardError(f"{instruction} touches registers of {self.what} before "
+                                   f"{self.until}")
+
+
+def written_registers(instruction: Instruction) -> int:
+    """Bit set of the registers in an instruction's first operand (its destination)."""
+    bits, stack = 0, list(instruction.operands[:1])
+    while stack:
+        operand = stack.pop()
+        if isinstance(operand, Register):
+            bits |= 1 << operand.index
+        elif isinstance(operand, (Vector, Both)):
+            stack.extend(operand.items if isinstance(operand, Vector) else operand)
+    return bits
 
 
 class Warp:
@@ -97,6 +119,7 @@ class Warp:
         self.fragments = [Fragment(self, 0, self.live.copy(), ())]
         self.visits: dict[int, int] = {}
         self.in_flight: list[InFlight] = []
+        self.busy = 0
         self.local = np.full((LANES, max(program.local_bytes, 1)), 0xFF, dtype=np.uint8) \
             if program.local_bytes else None
         self.line = 0
@@ -110,12 +133,17 @@ class Warp:
             return np.full(LANES, self.cta.shared.base + offset, dtype=np.uint32)
         return self.cta.special(self, name)
 
-    def busy_registers(self) -> int:
-        """Bit set of the registers that asynchronous instructions hold."""
-        bits = 0
+    def hold(self, operation: InFlight) -> None:
+        """Registers go to an asynchronous instruction."""
+        self.in_flight.append(operation)
+        self.busy |= operation.written | operation.read
+
+    def release(self, operations: list[InFlight]) -> None:
+        """Registers come back."""
+        self.in_flight = [o for o in self.in_flight if o not in operations]
+        self.busy = 0
         for operation in self.in_flight:
-            bits |= operation.written | operation.read
-        return bits
+            self.busy |= operation.written | operation.read
 
     def need_full(self, mask: np.ndarray, what: str) -> None:
         """Refuses an instruction that all live lanes must execute together."""

@@ -13,7 +13,12 @@ the sequences; otherwise ``num_sequences == batch``.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from jax_fa.band import ceil_div
+
+if TYPE_CHECKING:
+    from jax_fa.problem import Problem
 
 Kind = Literal["pointer", "int32", "float32", "stream"]
 MaskClass = Literal["full", "causal", "general"]
@@ -61,8 +66,81 @@ FORWARD: tuple[Param, ...] = (
 )
 """Parameters of every forward entry."""
 
+SCRATCH = _params("pointer", "dq_sum row_stats dkv_sums turns")
+"""Memory of a backward that nobody reads afterwards (``scratch_shapes``), uninitialised."""
+
+BACKWARD: tuple[Param, ...] = (
+    *_params("pointer", "q k v out lse dout dlse dq dk dv dsinks"),
+    *SCRATCH,
+    *EXTRAS,
+    *PROBLEM,
+    Param("deterministic", "int32"),
+    Param("stream", "stream"),
+)
+"""Parameters of every backward entry. ``dlse`` may be null, ``dsinks`` is null iff ``sinks`` is."""
+
+SCRATCH_BLOCK = 128
+"""Query rows by which a sequence's place in ``dq_sum`` and ``row_stats`` may be padded; the largest
+``block_q`` of any backward kernel."""
+
+RESIDENT_CTAS = 132
+"""Multiprocessors that a backward tries to fill by splitting groups of heads: those of an H100 SXM.
+Fixed, since it decides sizes of scratch, which are known before the device is."""
+
+
+def scratch_rows(batch: Any, num_sequences: Any, q_len: Any) -> Any:
+    """Query rows per head of ``dq_sum`` and ``row_stats``.
+
+    Sequence m of start s occupies the rows from ``(s // block_q + m) * block_q`` on, whatever the
+    ``block_q`` of the kernel, so that every sequence starts on a block of its own.
+    """
+    return (ceil_div(batch * q_len, SCRATCH_BLOCK) + num_sequences) * SCRATCH_BLOCK
+
+
+def head_splits(num_tiles: Any, group: Any, *, minimum: Any = min, maximum: Any = max) -> Any:
+    """Parts into which the query heads of one key/value head are split, each a CTA of its own.
+
+    ``num_tiles`` counts the key blocks of ``KV_SPLIT_BLOCK`` keys of all sequences and heads. One
+    part needs no sums beyond the accumulator; more are taken only while multiprocessors lie idle.
+    """
+    wanted = RESIDENT_CTAS // maximum(num_tiles, 1)
+    return maximum(minimum(wanted, group), 1)
+
+
+KV_SPLIT_BLOCK = 128
+"""Keys per tile in ``head_splits``, whatever the ``block_kv`` of the kernel."""
+
+
+def kv_tiles(batch: Any, num_sequences: Any, kv_len: Any) -> Any:
+    """Key blocks per key/value head in ``head_splits``; of packed sequences, an upper bound."""
+    return ceil_div(batch * kv_len, KV_SPLIT_BLOCK) + num_sequences - batch
+
+
+def scratch_shapes(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and element type of each array of ``SCRATCH``, for one call.
+
+    * ``dq_sum``: dQ before scale and rounding, in an order that only the kernels know.
+    * ``row_stats``: log2-sum-exp2 and delta of every query row.
+    * ``dkv_sums``: dK, then dV, before rounding, by part of a group (``head_splits``); empty if
+      there is one part.
+    * ``turns``: how many key blocks have added to each query block; empty unless deterministic.
+    """
+    p = problem
+    rows = scratch_rows(p.batch, p.num_sequences, p.q_len)
+    tiles = kv_tiles(p.batch, p.num_sequences, p.kv_len) * p.num_kv_heads
+    splits = head_splits(tiles, p.group)
+    kv_rows = p.batch * p.kv_len * p.num_kv_heads * (p.head_dim + p.value_dim)
+    return {
+        "dq_sum": ((p.num_q_heads, rows, p.head_dim), "float32"),
+        "row_stats": ((2, p.num_q_heads, rows), "float32"),
+        "dkv_sums": ((splits if splits > 1 else 0, kv_rows), "float32"),
+        "turns": ((p.num_q_heads, rows // 64 if p.semantics.deterministic else 0), "int32"),
+    }
+
+
 ALIGNMENT_BYTES = 16
-"""Every array pointer but those of ``EXTRAS`` and ``lse`` is a multiple of this (a TMA rule)."""
+"""Every array pointer but ``lse``, ``dlse``, ``dsinks`` and those of ``EXTRAS`` is a multiple of it
+(a TMA rule)."""
 
 READS: dict[MaskClass, frozenset[str]] = {
     "full": frozenset({"sinks"}),

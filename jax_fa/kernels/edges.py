@@ -140,8 +140,8 @@ def check(plan: Plan) -> None:
     if registers > REGISTERS_PER_SM:
         raise PlanError(f"roles ask for {registers} registers of {REGISTERS_PER_SM}")
     for role in plan.roles:
-        if role.registers % 8 or not 24 <= role.registers <= 240:
-            raise PlanError(f"{role.name}: {role.registers} registers; 24 to 240, multiple of 8")
+        if role.registers % 8 or not 24 <= role.registers <= 256:
+            raise PlanError(f"{role.name}: {role.registers} registers; 24 to 256, multiple of 8")
         if role.threads % WARPGROUP:
             raise PlanError(f"{role.name}: setmaxnreg works on warpgroups, not {role.warps}")
     if plan.smem_bytes > plan.smem_capacity_bytes:

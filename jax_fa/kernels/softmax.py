@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 
 from jax_fa.kernels import primitives
 
@@ -104,6 +104,31 @@ def update(acc: cute.Tensor, state: RowState, scale_log2: Float32) -> cute.Tenso
     return shrink
 
 
+class RowResult(NamedTuple):
+    """What a row comes to: the factor of its accumulator, and its log-sum-exp."""
+
+    factor: Float32
+    lse: Float32
+
+
+@cute.jit
+def finish_row(maximum: Float32, total: Float32, scale_log2: Float32, sink: Float32) -> RowResult:
+    """The result of a row from its statistics, ``total`` being this thread's part of the sum.
+
+    ``sink`` is one more logit in the denominator, -inf for none.
+    """
+    total = quad_sum(total)
+    sink_log2 = sink * LOG2_E
+    largest = cute.arch.fmax(maximum * scale_log2, sink_log2)
+    reference = Float32(0.0) if largest == -Float32.inf else largest
+    own = cute.math.exp2(maximum * scale_log2 - reference, fastmath=True)
+    denominator = total * own + cute.math.exp2(sink_log2 - reference, fastmath=True)
+    is_empty = denominator == 0.0
+    factor = Float32(0.0) if is_empty else own * cute.arch.rcp_approx(denominator)
+    lse = (reference + cute.math.log2(denominator, fastmath=True)) * LN_2
+    return RowResult(factor, -Float32.inf if is_empty else lse)
+
+
 @cute.jit
 def scale_rows(acc: cute.Tensor, factors: cute.Tensor):
     """Multiplies each row of an accumulator by its factor."""
@@ -114,13 +139,53 @@ def scale_rows(acc: cute.Tensor, factors: cute.Tensor):
 
 
 @cute.jit
-def mask(acc: cute.Tensor, beyond: list):
-    """Sets the scores from column ``beyond[row]`` on to -inf.
+def cap(acc: cute.Tensor, inner_log2: Float32):
+    """Replaces scores s by ``tanh(x)``, with ``2 * log2(e) * x = s * inner_log2``.
 
-    Columns are relative to this thread's first.
+    tanh(x) = 1 - 2 / (1 + e ** 2x): two operations of the special function unit, absolute error
+    1e-7; the hardware's tanh has 5e-4, which a cap of 50 would turn into 0.02 in the logits.
+    """
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        power = cute.math.exp2(acc[i] * inner_log2, fastmath=True)
+        acc[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)
+
+
+class Visible(NamedTuple):
+    """Columns ``first <= column < end`` of one row, relative to this thread's first column."""
+
+    first: Int32 | int
+    end: Int32
+
+
+@cute.jit
+def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]):
+    """Sets the scores outside each row's ``Visible`` columns to -inf.
+
+    ``two_sided`` is False where no row has invisible columns before its visible ones.
     """
     scores = primitives.by_row(acc)
     for row in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            is_visible = primitives.column_of(i) < beyond[row]
+            column = primitives.column_of(i)
+            is_visible = column < rows[row].end
+            if cutlass.const_expr(two_sided):
+                is_visible = is_visible & (column >= rows[row].first)
             scores[row, i] = scores[row, i] if is_visible else -Float32.inf
+
+
+@cute.jit
+def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int32):
+    """Sets the scores of keys of another segment than their row's to -inf.
+
+    Args:
+        acc: score fragment.
+        row_ids: segment of each of this thread's rows.
+        ids: segments of the keys, from this thread's first column on.
+        last: offset of the last key from there; nothing beyond it is read.
+    """
+    scores = primitives.by_row(acc)
+    keys = cute.make_tensor(ids, cute.make_layout(1))
+    for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        key = keys[cutlass.min(primitives.column_of(i), last)]
+        for row in cutlass.range_constexpr(ROWS):
+            scores[row, i] = scores[row, i] if key == row_ids[row] else -Float32.inf

@@ -1,14 +1,16 @@
-"""Tiles and the order in which they are worked on.
+"""Tiles, the order in which they are worked on, and the sequences they belong to.
 
 A tile is ``block_q`` query rows of one head of one sequence. Persistent kernels give CTA ``c`` of
 ``C`` the positions c, c + C, c + 2 C, ... of an order; every role walks it by itself, so no role
 tells another what comes next.
 
 * ``row_order``: the q blocks of a head, then the next head: for work where all tiles cost the same.
-* ``longest_first``: heads in groups whose keys and values fit the L2 cache together; in a group,
+* ``longest_first``: heads in bands whose keys and values fit the L2 cache together; in a band,
   the last q block of every head, then the one before it. Under a causal mask costs fall along this
   order, so every second round runs backwards: the CTA with the longest tile of one round has the
   shortest of the next (LPT scheduling; FlashAttention-4 reports 4 to 14 % from it on H200).
+* ``one_per_cta``: the order of ``longest_first``, one tile for each CTA of the grid, left to the
+  hardware to balance: for work whose costs only the kernel knows.
 """
 
 from typing import NamedTuple
@@ -17,7 +19,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 L2_BUDGET_BYTES = 32 << 20
-"""Keys and values that one group of heads may occupy: most of the 50 MB L2 of an H100."""
+"""Keys and values that one band of heads may occupy: most of the 50 MB L2 of an H100."""
 
 
 class Order(NamedTuple):
@@ -98,23 +100,158 @@ def longest_first(order: Order, slot: Int32) -> Tile:
 
     A CTA may have no tile in the last round of a band; it then goes on to the next band.
     """
-    tile = _in_band(order, slot)
+    tile = _in_round(order, slot)
     if not tile.is_valid:
-        tile = _in_band(order, slot + 1)
+        tile = _in_round(order, slot + 1)
     return tile
 
 
-def _in_band(order: Order, slot: Int32) -> Tile:
+def _in_round(order: Order, slot: Int32) -> Tile:
     cta, *_ = cute.arch.block_idx()
     num_ctas, *_ = cute.arch.grid_dim()
-    first_head = slot // order.rounds * order.heads_per_band
-    num_heads = cutlass.min(order.heads_per_band, order.num_heads - first_head)
     turn = slot % order.rounds
     place = turn * num_ctas + (cta + turn % 2 * (num_ctas - 1 - 2 * cta))
+    tile = _in_band(order, slot, slot // order.rounds, place)
+    return tile._replace(is_valid=tile.is_valid & (slot < order.num_slots))
+
+
+def _in_band(order: Order, slot: Int32, band: Int32, place: Int32) -> Tile:
+    first_head = band * order.heads_per_band
+    num_heads = cutlass.max(cutlass.min(order.heads_per_band, order.num_heads - first_head), 1)
     return _tile(
         order,
         slot,
-        (slot < order.num_slots) & (place < num_heads * order.num_q_blocks),
-        first_head + place % cutlass.max(num_heads, 1),
-        order.num_q_blocks - 1 - place // cutlass.max(num_heads, 1),
+        place < num_heads * order.num_q_blocks,
+        first_head + place % num_heads,
+        order.num_q_blocks - 1 - place // num_heads,
     )
+
+
+def one_per_cta(order: Order) -> Tile:
+    """The only tile of this CTA."""
+    cta, *_ = cute.arch.block_idx()
+    band_size = order.heads_per_band * order.num_q_blocks
+    return _in_band(order, Int32(0), cta // band_size, cta % band_size)
+
+
+class Sequences(NamedTuple):
+    """Where sequences lie in the arrays; pointers may be null (``ffi/kernels.h``: Extras)."""
+
+    q_lengths: cute.Pointer
+    kv_lengths: cute.Pointer
+    cu_seqlens_q: cute.Pointer
+    cu_seqlens_k: cute.Pointer
+    q_offset: cute.Pointer
+    num_sequences: Int32
+    q_len: Int32
+    kv_len: Int32
+
+
+class Span(NamedTuple):
+    """The sequence of a tile.
+
+    Attributes:
+        sequence: its number.
+        q_start: its first row in the query array.
+        kv_start: its first row in the key array.
+        q_slot: query rows that are written.
+        q_len: query rows in use.
+        kv_len: keys in use.
+        q_offset: position of query row 0.
+        first_row: row of the sequence at which the tile starts.
+    """
+
+    sequence: Int32
+    q_start: Int32
+    kv_start: Int32
+    q_slot: Int32
+    q_len: Int32
+    kv_len: Int32
+    q_offset: Int32
+    first_row: Int32
+
+
+def is_present(pointer: cute.Pointer) -> Boolean:
+    """Whether an operand was given."""
+    return pointer.toint() != 0
+
+
+def element(pointer: cute.Pointer, index: Int32) -> cute.Numeric:
+    """``pointer[index]``."""
+    return cute.make_tensor(pointer, cute.make_layout(1))[index]
+
+
+@cute.jit
+def element_or(pointer: cute.Pointer, index: Int32, default: Int32) -> Int32:
+    """``pointer[index]``, or ``default`` where the operand is absent."""
+    value = default
+    if is_present(pointer):
+        value = element(pointer, index)
+    return value
+
+
+@cute.jit
+def locate(sequences: Sequences, tile: Tile, block_q: cutlass.Constexpr[int]) -> tuple:
+    """The sequence of ``tile``, and the tile with ``is_valid`` settled. All lanes of a warp call.
+
+    In packed arrays the tile's ``q_block`` counts through the blocks of all sequences, and of the
+    rows behind the last one, which form a sequence without keys so that they too are written.
+    """
+    s = sequences
+    span = Span(
+        tile.batch,
+        Int32(0),
+        Int32(0),
+        s.q_len,
+        cutlass.min(element_or(s.q_lengths, tile.batch, s.q_len), s.q_len),
+        cutlass.min(element_or(s.kv_lengths, tile.batch, s.kv_len), s.kv_len),
+        element_or(s.q_offset, tile.batch, Int32(0)),
+        tile.q_block * block_q,
+    )
+    if is_present(s.cu_seqlens_q):
+        lane = cute.arch.lane_idx()
+        found, first, passed, begin = Int32(-1), Int32(0), Int32(0), Int32(0)
+        while (begin <= s.num_sequences) & (found < 0):
+            number = cutlass.min(begin + lane, s.num_sequences)
+            start = element(s.cu_seqlens_q, number)
+            end = s.q_len
+            if number < s.num_sequences:
+                end = element(s.cu_seqlens_q, number + 1)
+            blocks = Int32(0)
+            if begin + lane <= s.num_sequences:
+                blocks = cute.ceil_div(cutlass.max(end - start, 0), block_q)
+            upto = blocks
+            for i in cutlass.range_constexpr(5):
+                below = cute.arch.shuffle_sync_up(upto, 1 << i)
+                if lane >= 1 << i:
+                    upto = upto + below
+            hits = cute.arch.vote_ballot_sync(tile.q_block < passed + upto)
+            if hits != 0:
+                source = cute.arch.popc((hits & -hits) - 1)
+                found = begin + source
+                first = passed + cute.arch.shuffle_sync(upto - blocks, source)
+            passed = passed + cute.arch.shuffle_sync(upto, 31)
+            begin = begin + 32
+        tile = tile._replace(is_valid=tile.is_valid & (found >= 0))
+        number = cutlass.max(found, 0)
+        q_start = element(s.cu_seqlens_q, number)
+        q_end, kv_start, kv_end = s.q_len, Int32(0), Int32(0)
+        if number < s.num_sequences:
+            q_end = element(s.cu_seqlens_q, number + 1)
+            kv_start = element(s.cu_seqlens_k, number)
+            kv_end = element(s.cu_seqlens_k, number + 1)
+        clamped = cutlass.min(number, s.num_sequences - 1)
+        q_slot, kv_slot = q_end - q_start, kv_end - kv_start
+        span = Span(
+            clamped,
+            q_start,
+            kv_start,
+            q_slot,
+            cutlass.min(element_or(s.q_lengths, clamped, q_slot), q_slot),
+            cutlass.min(element_or(s.kv_lengths, clamped, kv_slot), kv_slot),
+            element_or(s.q_offset, clamped, Int32(0)),
+            (tile.q_block - first) * block_q,
+        )
+        if number == s.num_sequences:
+            span = span._replace(q_len=Int32(0))
+    return tile, span

@@ -31,25 +31,21 @@ def forward_plan(key: KernelKey, config: FwdConfig) -> Plan:
     k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES
     v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
     out_bytes = config.block_q * key.value_dim * ELEMENT_BYTES
-    alias = {
-        "alias_of": "q",
-        "why": "a consumer stages its rows after its last S; q is released after the store",
-    }
     plan = Plan(
         roles=(
             Role("load", range(0, 4), config.producer_registers),
             Role("attend", range(4, 4 + 4 * consumers), config.consumer_registers),
         ),
         edges=(
-            Edge("q", "load", "attend", 1, q_bytes, "query tile in smem", "last S retired"),
+            Edge("q", "load", "attend", config.q_stages, q_bytes, "query tile in smem", "out stored"),
             Edge("k", "load", "attend", config.stages, k_bytes, "keys in smem", "S retired"),
             Edge("v", "load", "attend", config.stages, v_bytes, "values in smem", "PV retired"),
         ),
         buffers=(
-            Buffer("q", q_bytes),
+            Buffer("q", q_bytes * config.q_stages),
             Buffer("k", k_bytes * config.stages),
             Buffer("v", v_bytes * config.stages),
-            Buffer("out", out_bytes, **(alias if config.out_aliases_q else {})),
+            Buffer("out", out_bytes, "q", "a consumer's rows of q are dead after its last S"),
         ),
         barriers=(
             *(

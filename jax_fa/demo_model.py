@@ -1,0 +1,156 @@
+"""A small GPT in Flax NNX whose attention is ``jax_fa.attention``. Made to be copied.
+
+Pre-norm blocks, rotary positions, grouped-query attention, a gated MLP, tied embeddings.
+Letters in shapes: B batch, T length, N query heads, K key/value heads, D head size, C model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+import jax_fa
+from jax_fa.choice import Implementation
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Size of a GPT, and what its attention runs on.
+
+    Attributes:
+        vocab_size: number of tokens; 256 for bytes.
+        context: T, the longest sequence.
+        num_layers: number of blocks.
+        d_model: C, a multiple of 2 * num_heads.
+        num_heads: N.
+        num_kv_heads: K, a divisor of N.
+        dtype: of activations and products; parameters and the loss are float32.
+        implementation: of attention, as in ``jax_fa.attention``.
+    """
+
+    vocab_size: int = 256
+    context: int = 256
+    num_layers: int = 4
+    d_model: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    dtype: str = "float32"
+    implementation: Implementation | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that do not go together."""
+        for name in ("context", "num_layers", "d_model", "num_heads", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it should be at least 1.")
+        if self.d_model % (2 * self.num_heads):
+            raise ValueError(
+                f"d_model is {self.d_model} and num_heads {self.num_heads}; rotary positions need "
+                f"an even head size, so d_model should be a multiple of {2 * self.num_heads}."
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads is {self.num_heads} and num_kv_heads {self.num_kv_heads}; num_heads "
+                f"should be a multiple of num_kv_heads."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.d_model // self.num_heads
+
+
+def rotate(x: Array) -> Array:
+    """Rotary positions: turns each pair of features of [B, T, N, D] by its position.
+
+    Source: Su et al., "RoFormer", arXiv:2104.09864.
+    """
+    length, half = x.shape[1], x.shape[3] // 2
+    frequency = 10_000.0 ** (-jnp.arange(half) / half)
+    angle = jnp.arange(length)[:, None, None] * frequency  # [T, 1, D / 2]
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+class CausalSelfAttention(nnx.Module):
+    """Each position looks at itself and at those before it."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, dtype = config.d_model, config.dtype
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nnx.LinearGeneral(
+            width, (heads, config.head_dim), use_bias=False, dtype=dtype, rngs=rngs
+        )
+        self.out = nnx.LinearGeneral(
+            (config.num_heads, config.head_dim),
+            width,
+            axis=(-2, -1),
+            use_bias=False,
+            dtype=dtype,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: Array) -> Array:
+        config = self.config
+        borders = (config.num_heads, config.num_heads + config.num_kv_heads)
+        q, k, v = jnp.split(self.qkv(x), borders, axis=2)  # [B, T, N, D], [B, T, K, D] twice
+        attended = jax_fa.attention(
+            rotate(q), rotate(k), v, is_causal=True, implementation=config.implementation
+        )
+        return self.out(attended)
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU: silu(x W) * (x V), projected back. Source: Shazeer, arXiv:2002.05202."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        width, dtype = config.d_model, config.dtype
+        hidden = 8 * width // 3
+        self.gate = nnx.Linear(width, hidden, use_bias=False, dtype=dtype, rngs=rngs)
+        self.up = nnx.Linear(width, hidden, use_bias=False, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """Attention, then MLP, each added to what came in."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(config.d_model, dtype=config.dtype, rngs=rngs)
+        self.attention = CausalSelfAttention(config, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(config.d_model, dtype=config.dtype, rngs=rngs)
+        self.mlp = GatedMLP(config, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nnx.Module):
+    """Logits of the next token at every position."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.d_model,
+            embedding_init=nnx.initializers.normal(0.02),
+            dtype=config.dtype,
+            rngs=rngs,
+        )
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = nnx.RMSNorm(config.d_model, dtype=config.dtype, rngs=rngs)
+
+    def __call__(self, tokens: Array) -> Array:
+        """Tokens, int [B, T] -> logits, float32 [B, T, vocab_size]."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.norm(x)).astype(jnp.float32)

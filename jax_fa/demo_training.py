@@ -1,0 +1,100 @@
+"""Training of the demo's GPT: optimizer, jit-compiled step, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+
+from jax_fa.demo_model import GPT, ModelConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained; together with a ModelConfig and a text it fixes every loss.
+
+    Attributes:
+        batch_size: B, windows per step.
+        learning_rate: its peak, at the end of the warm-up.
+        warmup_steps: steps over which the learning rate rises; then it falls as step ** -0.5, which
+            needs no number of steps, so that a finished run can go on.
+        weight_decay: of AdamW.
+        max_gradient_norm: longer gradients are shortened to it.
+        seed: of the initial parameters and of the batches.
+    """
+
+    batch_size: int = 8
+    learning_rate: float = 3e-3
+    warmup_steps: int = 40
+    weight_decay: float = 0.1
+    max_gradient_norm: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that cannot be trained."""
+        for name in ("batch_size", "warmup_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it should be at least 1.")
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW with clipped gradients and the schedule that ``TrainConfig`` describes."""
+
+    def learning_rate(step: Array) -> Array:
+        progress = (step + 1) / config.warmup_steps
+        return config.learning_rate * jnp.minimum(progress, progress**-0.5)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_gradient_norm),
+        optax.adamw(learning_rate, b2=0.98, weight_decay=config.weight_decay),
+    )
+
+
+def loss_fn(model: GPT, windows: Array) -> Array:
+    """Mean cross-entropy, in nats per token, of predicting each next token of [B, T + 1]."""
+    logits = model(windows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+class Trainer(NamedTuple):
+    """A model in training, taken apart: NNX objects are put together inside jitted functions.
+
+    Attributes:
+        graph: the static structure of (model, optimizer).
+        state: their arrays; ``step`` consumes the one it is given.
+        step: (state, windows [B, T + 1]) -> (state, loss), compiled.
+    """
+
+    graph: Any
+    state: Any
+    step: Callable[[Any, Array], tuple[Any, Array]]
+
+    @property
+    def model(self) -> GPT:
+        """The model, put together."""
+        return nnx.merge(self.graph, self.state)[0]
+
+
+def make_trainer(model_config: ModelConfig, train_config: TrainConfig) -> Trainer:
+    """Initialises a model and its optimizer, and compiles the step."""
+
+    model = GPT(model_config, rngs=nnx.Rngs(train_config.seed))
+    graph, state = nnx.split((model, nnx.Optimizer(model, make_optimizer(train_config), wrt=nnx.Param)))
+
+    # Donated: the new state takes the memory of the old one.
+    @jax.jit(donate_argnums=0)
+    def step(state: Any, windows: Array) -> tuple[Any, Array]:
+        model, optimizer = nnx.merge(graph, state)
+        loss, gradient = nnx.value_and_grad(loss_fn)(model, windows)
+        optimizer.update(model, gradient)
+        return nnx.state((model, optimizer)), loss
+
+    windows = jax.ShapeDtypeStruct((train_config.batch_size, model_config.context + 1), np.int32)
+    return Trainer(graph, state, step.lower(state, windows).compile())

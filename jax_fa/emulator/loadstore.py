@@ -1,0 +1,367 @@
+"""Loads, stores, atomics, address conversions and moves between vectors and wide registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jax_fa.emulator.faults import OutOfBoundsError
+from jax_fa.emulator.memory import LOCAL_WINDOW, OFFSET_MASK, PARAM_WINDOW, SHARED_WINDOW
+from jax_fa.emulator.numerics import NARROW, pack_halves, split_halves
+from jax_fa.emulator.ptx import TYPE_BYTES, Address, Instruction, Operand, Register, Vector
+from jax_fa.emulator.registry import Modifiers, Run, control, define, effect
+from jax_fa.emulator.values import DTYPES, FULL, LANES, UNSIGNED
+
+if TYPE_CHECKING:
+    from jax_fa.emulator.decode import Decoder
+    from jax_fa.emulator.warp import Warp
+
+_TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64 b128 f16 bf16 f16x2 bf16x2"
+_SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "param", "param::entry",
+           "const")
+# Cache and ordering hints; memory is sequentially consistent here.
+_HINTS = ("weak relaxed acquire release volatile cta cluster gpu sys nc ca cg cs lu cv wb wt "
+          "L1::no_allocate L1::evict_first L1::evict_last L1::evict_unchanged L1::evict_normal "
+          "L2::cache_hint L2::64B L2::128B L2::256B L2::evict_first L2::evict_last "
+          "L2::evict_normal mmio")
+
+
+def space_of(mods: Modifiers) -> str:
+    """The state space of a memory instruction; "generic" when none is named."""
+    space = mods.take(*_SPACES) or "generic"
+    return {"shared::cta": "shared", "shared::cluster": "shared", "param::entry": "param",
+            "const": "param"}.get(space, space)
+
+
+def address_reader(decoder: Decoder, operand: Address, space: str) -> Callable[[list], np.ndarray]:
+    """Reader of an address as uint64 (uint32 in shared space), offset included."""
+    kind = "u4" if space == "shared" else "u8"
+    base = decoder.read(operand.base, kind)
+    if not operand.offset:
+        return base
+    offset = np.array(operand.offset).astype(DTYPES[kind])
+    return lambda slots: base(slots) + offset
+
+
+def load_at(warp: Warp, space: str, addresses: np.ndarray, mask: np.ndarray,
+            size: int) -> np.ndarray:
+    """Elements of `size` bytes for the lanes of the mask; the other lanes give 0."""
+    active = addresses if mask is FULL else addresses[mask]
+    if space == "generic":
+        space, active = _resolve(active)
+    if space == "shared":
+        found = _shared_access(warp, active, lambda cta, at, _: cta.shared.load(at, size))
+    elif space == "global":
+        found = warp.machine.memory.load(active, size)
+        warp.machine.count("bytes global load", size * len(active))
+    elif space == "param":
+        found = _param_load(warp, active, size)
+    else:
+        lanes = np.flatnonzero(mask)
+        found = _local_view(warp, active, size)[lanes, active.astype(np.int64) // size]
+    if mask is FULL:
+        return found
+    result = np.zeros(LANES, found.dtype)
+    result[mask] = found
+    return result
+
+
+def store_at(warp: Warp, space: str, addresses: np.ndarray, values: np.ndarray,
+             mask: np.ndarray) -> None:
+    """Stores the lanes of the mask; the size of an element is that of `values`."""
+    size = values.dtype.itemsize
+    active = addresses if mask is FULL else addresses[mask]
+    values = values if mask is FULL else values[mask]
+    if space == "generic":
+        space, active = _resolve(active)
+    if space == "shared":
+        who = warp.cta.rank * 64 + warp.index
+        _shared_access(warp, active,
+                       lambda cta, at, part: cta.shared.store(at, values[part], size, who))
+    elif space == "global":
+        warp.machine.memory.store(active, values, size)
+        warp.machine.count("bytes global store", size * len(active))
+    elif space == "local":
+        lanes = np.flatnonzero(mask)
+        _local_view(warp, active, size)[lanes, active.astype(np.int64) // size] = values
+    else:
+        raise OutOfBoundsError(f"store to {space} space")
+
+
+def _resolve(addresses: np.ndarray) -> tuple[str, np.ndarray]:
+    """State space and address in it of generic addresses (all lanes in one space)."""
+    first = int(addresses[0])
+    for window, space in ((LOCAL_WINDOW, "local"), (SHARED_WINDOW, "shared"),
+                          (PARAM_WINDOW, "param")):
+        if first >= window:
+            if (addresses < np.uint64(window)).any():
+                raise OutOfBoundsError("lanes of one generic access are in different spaces")
+            if space == "param":
+                return space, addresses
+            inside = addresses - np.uint64(window)
+            return space, inside.astype(np.uint32) if space == "shared" else inside
+    return "global", addresses
+
+
+def _shared_access(warp: Warp, addresses: np.ndarray, access: Callable) -> np.ndarray | None:
+    """Calls access(cta, offsets, lanes) for every CTA the shared addresses lie in."""
+    own = warp.cta
+    offsets = addresses - np.uint32(own.shared.base)
+    if int(offsets.max()) <= OFFSET_MASK:
+        return access(own, offsets, slice(None))
+    result = None
+    for rank in np.unique(addresses >> np.uint32(24)):
+        part = addresses >> np.uint32(24) == rank
+        cta = own.cluster.cta_at(int(addresses[part][0]))
+        found = access(cta, addresses[part] & np.uint32(OFFSET_MASK), part)
+        if found is not None:
+            result = np.zeros(len(addresses), found.dtype) if result is None else result
+            result[part] = found
+    return result
+
+
+def _param_load(warp: Warp, addresses: np.ndarray, size: int) -> np.ndarray:
+    block = warp.machine.params
+    offsets = (addresses - np.uint64(PARAM_WINDOW)).astype(np.int64)
+    if int(offsets.max()) + size > len(block) or int(offsets.min()) < 0:
+        raise OutOfBoundsError(f"parameter offset {int(offsets.max())} of {len(block)} bytes")
+    raw = block[offsets[:, None] + np.arange(size)]
+    return np.ascontiguousarray(raw).view(DTYPES[UNSIGNED[size]]).reshape(-1)
+
+
+def _local_view(warp: Warp, addresses: np.ndarray, size: int) -> np.ndarray:
+    if warp.local is None or int(addresses.max()) + size > warp.local.shape[1]:
+        raise OutOfBoundsError(f"local address {int(addresses.max())} is outside the thread's "
+                               "local memory")
+    usable = warp.local.shape[1] // size * size
+    return warp.local[:, :usable].view(DTYPES[UNSIGNED[size]])
+
+
+@effect("ld ldu")
+def load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+    """ld{.space}{.v2,.v4,.v8}.type dst, [address]."""
+    return _load(decoder, ins, mods)
+
+
+@control("ld.acquire ld.volatile ld.relaxed")
+def polling_load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+    """A load that may be part of a spin loop: also a scheduling point."""
+    return _load(decoder, ins, mods)
+
+
+def _load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+    space = space_of(mods)
+    mods.take("v2", "v4", "v8")
+    type_ = mods.need(_TYPES)
+    mods.drop(_HINTS).done()
+    size = TYPE_BYTES[type_]
+    kind = ("i" if type_[0] == "s" else "u") + str(min(size, 8))
+    writes = decoder.write_all(ins.operands[0], kind)
+    at = address_reader(decoder, ins.operands[1], space)
+    if size == 16:
+        raise mods.error("128-bit registers are not implemented")
+    dtype = DTYPES[kind]
+    step = np.uint32(size) if space == "shared" else np.uint64(size)
+
+    def run(warp: Warp, mask: np.ndarray) -> None:
+        slots = warp.slots
+        addresses = at(slots)
+        for index, write in enumerate(writes):
+            value = load_at(warp, space, addresses + step * addresses.dtype.type(index), mask, size)
+            write(slots, value.view(dtype), mask)
+    return run
+
+
+@effect("st")
+def store(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+    """st{.space}{.v2,.v4,.v8}.type [address], source."""
+    space = space_of(mods)
+    mods.take("v2", "v4", "v8")
+    size = TYPE_BYTES[mods.need(_TYPES)]
+    mods.drop(_HINTS).done()
+    if size == 16:
+        raise mods.error("128-bit registers are not implemented")
+    reads = decoder.read_all(ins.operands[1], UNSIGNED[size])
+    at = address_reader(decoder, ins.operands[0], space)
+
+    def run(warp: Warp, mask: np.ndarray) -> None:
+        slots = warp.slots
+        addresses = at(slots)
+        for index, read in enumerate(reads):
+            where = addresses + addresses.dtype.type(size * index) if index else addresses
+            store_at(warp, space, where, read(slots), mask)
+        if space != "local":
+            warp.machine.progress += 1
+    return run
+
+
+# Atomics: lanes take effect one after the other, in lane order.
+COMBINE: dict[str, Callable] = {
+    "add": lambda old, new: old + new, "and": lambda old, new: old & new,
+    "or": lambda old, new: old | new, "xor": lambda old, new: old ^ new,
+    "min": np.minimum, "max": np.maximum, "exch": lambda old, new: new,
+    "inc": lambda old, new: np.where(old >= new, 0, old + 1).astype(old.dtype),
+    "dec": lambda old, new: np.where((old == 0) | (old > new), new, old - 1).astype(old.dtype),
+}
+
+
+def combine_values(operation: str, type_: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """`old` combined with `new`, both as bits of a type such as f32, bf16x2, u32."""
+    if type_ in ("f16x2", "bf16x2"):
+        halves = zip(split_halves(old), split_halves(new), strict=True)
+        return pack_halves(*(combine_values(operation, type_[:-2], a, b) for a, b in halves))
+    function = COMBINE[operation]
+    if type_ in NARROW:
+        load_, store_ = NARROW[type_].load, NARROW[type_].store
+        return store_(function(load_(old), load_(new)))
+    kind = {"b": "u"}.get(type_[0], type_[0].replace("s", "i")) + str(TYPE_BYTES[type_])
+    dtype = DTYPES[kind]
+    return function(old.view(dtype), new.view(dtype)).view(old.dtype)
+
+
+@control("atom red")
+def atomic(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+    """atom and red of every operation, scalar or .v2/.v4/.v8; and atom.cas."""
+    space = space_of(mods)
+    operation = mods.need("add and or xor min max exch inc dec cas")
+    mods.take("v2", "v4", "v8")
+    type_ = mods.need(_TYPES)
+    mods.drop(_HINTS + " noftz async mbarrier::complete_tx::bytes").done()
+    returns = ins.opcode.startswith("atom")
+    size = TYPE_BYTES[type_]
+    kind = UNSIGNED[size]
+    target, address, *values = ins.operands if returns else (None, *ins.operands)
+    writes = decoder.write_all(target, kind) if returns else []
+    at = address_reader(decoder, address, space)
+    reads = [decoder.read_all(v, kind) for v in values]
+
+    def run(warp: Warp, mask: np.ndarray) -> None:
+        slots = warp.slots
+        addresses = at(slots)
+        for index in range(len(reads[0])):
+            where = addresses + addresses.dtype.type(size * index)
+            operands = [r[index](slots) for r in reads]
+            old_values = np.zeros(LANES, DTYPES[kind])
+            for lane in np.flatnonzero(mask):
+                one = slice(lane, lane + 1)
+                only = np.zeros(LANES, np.bool_)
+                only[lane] = True
+                old = load_at(warp, space, where, only, size)[one]
+                if operation == "cas":
+                    new = np.where(old == operands[0][one], operands[1][one], old)
+                else:
+                    new = combine_values(operation, type_, old, operands[0][one])
+                spread = np.zeros(LANES, DTYPES[kind])
+                spread[one] = new
+                store_at(warp, space, where, spread, only)
+                old_values[lane] = old[0]
+            if writes:
+                writes[index](slots, old_values, mask)
+        if space != "local":
+            warp.machine.progress += 1
+    return run
+
+
+# Address conversions: generic shared addresses are the 32-bit ones plus the window's base.
+_SHARED_BASE, _LOCAL_BASE = np.uint64(SHARED_WINDOW), np.uint64(LOCAL_WINDOW)
+for _name in ("shared", "shared::cta", "shared::cluster"):
+    define(f"cvta.{_name}.u64", "u8", "u8", lambda a: a + _SHARED_BASE)
+    define(f"cvta.to.{_name}.u64", "u8", "u8", lambda a: a - _SHARED_BASE)
+    define(f"cvta.{_name}.u32 cvta.to.{_name}.u32", "u4", "u4", lambda a: a)
+    define(f"mapa.{_name}.u32", "u4", "u4 u4",
+           lambda a, rank: (a & np.uint32(OFFSET_MASK)) | (rank << np.uint32(24)))
+    define(f"mapa.{_name}.u64", "u8", "u8 u4",
+           lambda a, rank: (a & np.uint64(OFFSET_MASK)) | (rank.astype(np.uint64) << np.uint64(24)))
+    define(f"getctarank.{_name}.u32", "u4", "u4", lambda a: a >> np.uint32(24))
+define("mapa.u64", "u8", "u8 u4", lambda a, rank: (a & ~np.uint64(0xFF000000))
+       | (rank.astype(np.uint64) << np.uint64(24)))
+define("cvta.local.u64", "u8", "u8", lambda a: a + _LOCAL_BASE)
+define("cvta.to.local.u64", "u8", "u8", lambda a: a - _LOCAL_BASE)
+for _name in ("global", "const", "param"):
+    define(f"cvta.{_name}.u64 cvta.to.{_name}.u64", "u8", "u8", lambda a: a)
+for _name, _low, _high in (("shared", SHARED_WINDOW, LOCAL_WINDOW), ("global", 0, PARAM_WINDOW),
+                           ("local", LOCAL_WINDOW, 1 << 63)):
+    define(f"isspacep.{_name}", "pred", "u8",
+           lambda a, low=_low, high=_high: (a >= np.uint64(low)) & (a < np.uint64(high)))
+
+
+@effect("prefetch prefetchu discard applypriority createpolicy cp.async.bulk.prefetch "
+        "cp.async.bulk.prefetch.tensor")
+def hint(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+    """Hints to the caches: nothing happens; a policy is the number 0."""
+    if not ins.opcode.startswith("createpolicy"):
+        return lambda warp, mask: None
+    write = decoder.write(ins.operands[0], "u8")
+    return lambda warp, mask: write(warp.slots, np.zeros(LANES, np.uint64), mask)
+
+
+def _whole(operand: Operand) -> bool:
+    return not isinstance(operand, Vector)
+
+
+@effect("mov")
+def move_vector(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+    """mov between a wide register and the vector of its parts, low part first."""
+    mods.need("b16 b32 b64 u32 u64")
+    mods.done()
+    target, source = ins.operands
+    if _whole(target) and _whole(source):
+        raise mods.error("operands are not implemented")
+    vector, whole = (source, target) if _whole(target) else (target, source)
+    size = int(ins.opcode[-2:]) // 8
+    part = size // len(vector.items)
+    if size == 8 and len(vector.items) == 2:
+        return _split_pair(decoder, vector, whole) if whole is source \
+            else _join_pair(decoder, vector, whole)
+    kind, wide = UNSIGNED[part], UNSIGNED[size]
+    if whole is source:
+        read, writes = decoder.read(whole, wide), decoder.write_all(vector, kind)
+
+        def split(warp: Warp, mask: np.ndarray) -> None:
+            parts = read(warp.slots).view(DTYPES[kind]).reshape(LANES, -1)
+            for index, write in enumerate(writes):
+                write(warp.slots, parts[:, index].copy(), mask)
+        return split
+    reads, write = decoder.read_all(vector, kind), decoder.write(whole, wide)
+
+    def join(warp: Warp, mask: np.ndarray) -> None:
+        parts = np.stack([read(warp.slots) for read in reads], axis=1)
+        write(warp.slots, parts.view(DTYPES[wide]).reshape(LANES), mask)
+    return join
+
+
+def _join_pair(decoder: Decoder, vector: Vector, whole: Register) -> Run:
+    """mov.b64 d, {lo, hi}: free when d is kept as a pair."""
+    if decoder.home(whole) == "pair":
+        low, high = decoder.read_all(vector, "f4")
+        write = decoder.write(whole, "pair")
+        return lambda warp, mask: write(warp.slots, (low(warp.slots), high(warp.slots)), mask)
+    low, high = decoder.read_all(vector, "u4")
+    write = decoder.write(whole, "u8")
+
+    def join(warp: Warp, mask: np.ndarray) -> None:
+        both = np.empty((LANES, 2), np.uint32)
+        both[:, 0], both[:, 1] = low(warp.slots), high(warp.slots)
+        write(warp.slots, both.view(np.uint64).reshape(LANES), mask)
+    return join
+
+
+def _split_pair(decoder: Decoder, vector: Vector, whole: Operand) -> Run:
+    """mov.b64 {lo, hi}, s: free when s is kept as a pair."""
+    if decoder.home(whole) == "pair":
+        read, (low, high) = decoder.read(whole, "pair"), decoder.write_all(vector, "f4")
+
+        def run(warp: Warp, mask: np.ndarray) -> None:
+            first, second = read(warp.slots)
+            low(warp.slots, first, mask)
+            high(warp.slots, second, mask)
+        return run
+    read, (low, high) = decoder.read(whole, "u8"), decoder.write_all(vector, "u4")
+
+    def split(warp: Warp, mask: np.ndarray) -> None:
+        parts = read(warp.slots).view(np.uint32).reshape(LANES, 2)
+        low(warp.slots, parts[:, 0].copy(), mask)
+        high(warp.slots, parts[:, 1].copy(), mask)
+    return split
