@@ -206,8 +206,8 @@ Mask MakeMask(const Band& band, const Block& block, const Span& span) {
 
 // ---- Moving rows between arrays and scratch -----------------------------------------------------
 
-// Hands out a tile's scratch, in pieces of whole cache lines.
-struct Scratch {
+// Hands out a tile's memory, in pieces of whole cache lines.
+struct Arena {
   float* next;
 
   float* Take(int64_t floats) {
@@ -370,11 +370,11 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
   const float* sinks = params.extras.sinks;
   if (sinks) sinks += tile.sequence->index * problem.num_q_heads + queries.first_head;
 
-  Scratch scratch = {memory};
-  float* row = scratch.Take(problem.head_dim + problem.value_dim);
-  float* k_block = scratch.Take(kBlock * k.width);  // (key, D)
-  float* v_block = scratch.Take(kBlock * v.width);  // (key, Dv)
-  float* s = scratch.Take(kBlock * kPanel);         // (key, lane)
+  Arena arena = {memory};
+  float* row = arena.Take(problem.head_dim + problem.value_dim);
+  float* k_block = arena.Take(kBlock * k.width);  // (key, D)
+  float* v_block = arena.Take(kBlock * v.width);  // (key, Dv)
+  float* s = arena.Take(kBlock * kPanel);         // (key, lane)
   int32_t segments[kBlock];
   float rescale[kPanel];
 
@@ -386,8 +386,8 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
     ForwardPanel& panel = panels[num_panels++];
     MakeBand<Lanes::kQueries>(*tile.sequence, queries, keys.group, first, &panel.band);
     StartSoftmax(sinks, queries, panel.band, &panel.softmax);
-    panel.q = scratch.Take(q.width * kPanel);
-    panel.out = scratch.Take(v.width * kPanel);
+    panel.q = arena.Take(q.width * kPanel);
+    panel.out = arena.Take(v.width * kPanel);
     LoadPanel(q, problem.dtype, queries, panel.band, logits.scale, row, panel.q);
     memset(panel.out, 0, v.width * kPanel * sizeof(float));
     visible = {Min(visible.lo, panel.band.any.lo), Max(visible.hi, panel.band.any.hi)};
@@ -427,9 +427,9 @@ void Delta(const BwdParams& params, const Sequence& sequence, int64_t head, floa
            float* delta) {
   const Problem& problem = params.problem;
   const int64_t width = problem.value_dim;
-  Scratch scratch = {memory};
-  float* out = scratch.Take(width);
-  float* dout = scratch.Take(width);
+  Arena arena = {memory};
+  float* out = arena.Take(width);
+  float* dout = arena.Take(width);
   const int64_t sink = sequence.index * problem.num_q_heads + head;
   double dsink = 0.0;
   for (int64_t i = 0; i < sequence.window.q_len; ++i) {
@@ -521,12 +521,12 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
   const Side& walked = kKeyLanes ? query_side : key_side;
   const Logits logits(problem);
 
-  Scratch scratch = {memory};
-  float* row = scratch.Take(problem.head_dim + problem.value_dim);
-  float* x_block = scratch.Take(kBlock * q.width);  // (walked, D)
-  float* y_block = scratch.Take(kBlock * v.width);  // (walked, Dv)
-  float* s = scratch.Take(kBlock * kPanel);         // (walked, lane)
-  float* dp = scratch.Take(kBlock * kPanel);        // (walked, lane)
+  Arena arena = {memory};
+  float* row = arena.Take(problem.head_dim + problem.value_dim);
+  float* x_block = arena.Take(kBlock * q.width);  // (walked, D)
+  float* y_block = arena.Take(kBlock * v.width);  // (walked, Dv)
+  float* s = arena.Take(kBlock * kPanel);         // (walked, lane)
+  float* dp = arena.Take(kBlock * kPanel);        // (walked, lane)
   float block_lse[kBlock];
   float block_delta[kBlock];
   int32_t segments[kBlock];
@@ -544,10 +544,10 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
   for (int64_t first = tile.first; first < end; first += kPanel) {
     BackwardPanel& panel = panels[num_panels++];
     MakeBand<kLanesAre>(*tile.sequence, side, walked.group, first, &panel.band);
-    panel.x = scratch.Take(q.width * kPanel);
-    panel.y = scratch.Take(v.width * kPanel);
-    panel.dx = scratch.Take(q.width * kPanel);
-    panel.dy = kKeyLanes ? scratch.Take(v.width * kPanel) : nullptr;
+    panel.x = arena.Take(q.width * kPanel);
+    panel.y = arena.Take(v.width * kPanel);
+    panel.dx = arena.Take(q.width * kPanel);
+    panel.dy = kKeyLanes ? arena.Take(v.width * kPanel) : nullptr;
     LoadPanel(kKeyLanes ? k : q, dtype, side, panel.band, logits.scale, row, panel.x);
     LoadPanel(kKeyLanes ? v : dout, dtype, side, panel.band, 1.0f, row, panel.y);
     memset(panel.dx, 0, q.width * kPanel * sizeof(float));

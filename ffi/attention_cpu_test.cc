@@ -296,11 +296,21 @@ KernelResults RunKernels(const Case& c, int num_threads = 2) {
     lse[row] = kNan;
     if (!dlse.empty()) dlse[row] = kNan;
   }
-  AttentionBackwardCpu(
-      {p, c.extras(), q.bytes.data(), k.bytes.data(), v.bytes.data(), out.bytes.data(), lse.data(),
-       dout.bytes.data(), dlse.empty() ? nullptr : dlse.data(), r.dq.bytes.data(),
-       r.dk.bytes.data(), r.dv.bytes.data(), c.sinks.empty() ? nullptr : r.dsinks.data()},
-      Threads(num_threads));
+  BwdParams backward{};
+  backward.problem = p;
+  backward.extras = c.extras();
+  backward.q = q.bytes.data();
+  backward.k = k.bytes.data();
+  backward.v = v.bytes.data();
+  backward.out = out.bytes.data();
+  backward.lse = lse.data();
+  backward.dout = dout.bytes.data();
+  backward.dlse = dlse.empty() ? nullptr : dlse.data();
+  backward.dq = r.dq.bytes.data();
+  backward.dk = r.dk.bytes.data();
+  backward.dv = r.dv.bytes.data();
+  backward.dsinks = c.sinks.empty() ? nullptr : r.dsinks.data();
+  AttentionBackwardCpu(backward, Threads(num_threads));
   return r;
 }
 

@@ -83,6 +83,17 @@ bool HasNothingToWrite(const BwdParams& params) {
   return p.batch == 0 || p.num_q_heads == 0 || (p.q_len == 0 && p.kv_len == 0);
 }
 
+ffi::Error CheckScratch(const FwdParams&) { return ffi::Error::Success(); }
+
+ffi::Error CheckScratch(const BwdParams& params) {
+  if (params.scratch.dq_sum != nullptr && params.scratch.row_stats != nullptr) {
+    return ffi::Error::Success();
+  }
+  return ffi::Error::InvalidArgument(
+      "jax_fa: backward on CUDA takes its scratch as results after dsinks "
+      "(scratch_shapes in jax_fa/kernels/abi.py)");
+}
+
 template <typename Params>
 ffi::ErrorOr<Selection> Select(const Params& params, const Place& place) {
   if (ffi::Error error = CheckExtents(params.problem); error.failure()) {
@@ -126,6 +137,7 @@ ffi::Error Execute(const ffi::ErrorOr<Params>& params, const Place& place) {
   if (params.has_error()) return params.error();
   if (HasNothingToWrite(*params)) return ffi::Error::Success();
   if (ffi::Error error = CheckAlignment(*params); error.failure()) return error;
+  if (ffi::Error error = CheckScratch(*params); error.failure()) return error;
   const ffi::ErrorOr<Selection> selection = Select(*params, place);
   if (selection.has_error()) return selection.error();
   Arguments arguments;

@@ -55,7 +55,7 @@ struct FwdParams {
 
 // Memory of a backward that nobody reads afterwards, uninitialised: sizes and meaning are those of
 // SCRATCH in jax_fa/kernels/abi.py. The CPU has none of it.
-struct Scratch {
+struct BwdScratch {
   void* dq_sum;
   void* row_stats;
   void* dkv_sums;
@@ -65,7 +65,6 @@ struct Scratch {
 struct BwdParams {
   Problem problem;
   Extras extras;
-  Scratch scratch;
   const void* q;      // [B, T, N, D]
   const void* k;      // [B, S, K, D]
   const void* v;      // [B, S, K, Dv]
@@ -77,6 +76,7 @@ struct BwdParams {
   void* dk;           // [B, S, K, D]
   void* dv;           // [B, S, K, Dv]
   float* dsinks;      // [M, N]; null iff extras.sinks is
+  BwdScratch scratch;
 };
 
 }  // namespace jax_fa

@@ -98,6 +98,10 @@ BwdParams ReadBackward(Fields& fields) {
   fields.Address("dk", &params.dk);
   fields.Address("dv", &params.dv);
   fields.Address("dsinks", &params.dsinks);
+  fields.Address("dq_sum", &params.scratch.dq_sum);
+  fields.Address("row_stats", &params.scratch.row_stats);
+  fields.Address("dkv_sums", &params.scratch.dkv_sums);
+  fields.Address("turns", &params.scratch.turns);
   return params;
 }
 

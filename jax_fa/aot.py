@@ -37,7 +37,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -225,7 +224,8 @@ def run(jobs: Sequence[Job], num_processes: int) -> None:
             if error is None:
                 outcome = _summary(json.loads(job.path(".json").read_text()))
             else:
-                failures.append("".join(traceback.format_exception(error)).strip())
+                is_ours = isinstance(error, AotError)
+                failures.append(str(error if is_ours else error.__cause__ or error).strip())
                 outcome = "FAILED"
             _tell(f"[{count}/{len(missing)}] {job.variant.name}: {outcome}")
     if failures:

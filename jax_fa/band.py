@@ -73,6 +73,13 @@ class KeyRange(NamedTuple):
     hi: Any
 
 
+class RowRange(NamedTuple):
+    """Query rows ``lo <= i < hi``; empty when ``hi <= lo``."""
+
+    lo: Any
+    hi: Any
+
+
 class Blocks(NamedTuple):
     """Block indices of one tile.
 
@@ -174,3 +181,33 @@ def q_blocks(
     full_start = minimum(maximum(start, ceil_div(lo_last, block_q)), end)
     full_end = minimum(maximum(full_start, maximum(hi_first, 0) // block_q), end)
     return Blocks(start, full_start, full_end, end)
+
+
+def row_range(
+    window: Window,
+    key: Any,
+    *,
+    minimum: Callable[..., Any] = min,
+    maximum: Callable[..., Any] = max,
+) -> RowRange:
+    """Query rows that see ``key``, for ``key < kv_len``."""
+    return RowRange(
+        maximum(0, key - window.right - window.shift),
+        minimum(window.q_len, key + window.left - window.shift + 1),
+    )
+
+
+def last_kv_block(
+    window: Window,
+    q_block: Any,
+    block_kv: int,
+    block_q: int,
+    *,
+    minimum: Callable[..., Any] = min,
+) -> Any:
+    """The last key block among whose ``q_blocks`` is ``q_block``, if any of them has it.
+
+    Those that have it are consecutive, so this numbers them: it gives every key block its turn.
+    """
+    top = (q_block + 1) * block_q + window.right + window.shift - 1
+    return minimum(ceil_div(window.kv_len, block_kv) - 1, top // block_kv)

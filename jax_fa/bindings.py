@@ -7,7 +7,7 @@ are only ever added, so that exported programs keep running.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from jax import Array
 
 from jax_fa import _jax_fa  # type: ignore[attr-defined]  # the compiled extension
 from jax_fa.choice import Target
-from jax_fa.problem import Gradients, Operands, Semantics
+from jax_fa.kernels import abi
+from jax_fa.problem import Gradients, Operands, Problem, Semantics
 
 FORWARD_TARGET = "jax_fa_fwd_v1"
 BACKWARD_TARGET = "jax_fa_bwd_v1"
@@ -99,15 +100,26 @@ def forward(operands: Operands, semantics: Semantics) -> tuple[Array, Array]:
     return out, lse
 
 
-def backward(
-    operands: Operands, semantics: Semantics, out: Array, lse: Array, dout: Array, dlse: Array
-) -> Gradients:
-    """Calls the platform's backward kernels."""
+class Saved(NamedTuple):
+    """What the backward takes beside the operands: forward results and their cotangents."""
+
+    out: Array  # [B, T, N, Dv]
+    lse: Array  # [B, T, N]
+    dout: Array  # [B, T, N, Dv]
+    dlse: Array  # [B, T, N]
+
+
+def backward(platform: str, operands: Operands, semantics: Semantics, saved: Saved) -> Gradients:
+    """Calls the backward kernels of ``platform``; those of a GPU get scratch as extra results."""
     sinks_shape = (0,) if operands.sinks is None else operands.sinks.shape
+    scratch = {}
+    if platform == "cuda":
+        scratch = abi.scratch_shapes(Problem.of(operands, semantics))
     results = (
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:3]),
         jax.ShapeDtypeStruct(sinks_shape, np.float32),
+        *(jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in scratch.values()),
     )
     call = jax.ffi.ffi_call(BACKWARD_TARGET, results)
-    dq, dk, dv, dsinks = call(*_inputs(operands), out, lse, dout, dlse, **_attributes(semantics))
+    dq, dk, dv, dsinks, *_ = call(*_inputs(operands), *saved, **_attributes(semantics))
     return Gradients(dq, dk, dv, None if operands.sinks is None else dsinks)

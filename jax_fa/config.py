@@ -46,6 +46,7 @@ class FwdConfig:
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         ping_pong: consumers take turns at the tensor cores.
+        q_in_registers: the query fragment is an operand in registers, not in shared memory.
     """
 
     block_kv: int
@@ -55,6 +56,7 @@ class FwdConfig:
     consumer_registers: int = 240
     producer_registers: int = 24
     ping_pong: bool = True
+    q_in_registers: bool = False
 
     @property
     def block_q(self) -> int:
@@ -67,8 +69,46 @@ class FwdConfig:
         return 2 if self.is_persistent else 1
 
 
+@dataclass(frozen=True)
+class BwdConfig:
+    """A backward kernel's tile and resources.
+
+    Attributes:
+        block_q: query rows per step.
+        num_consumers: warpgroups that own 64 keys each.
+        q_stages: depth of the ring of query tiles.
+        dout_stages: depth of the ring of dO tiles.
+        consumer_registers: per thread of a consumer, multiple of 8.
+        producer_registers: per thread of the producer warpgroup, multiple of 8.
+    """
+
+    block_q: int
+    num_consumers: int = 2
+    q_stages: int = 2
+    dout_stages: int = 2
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of one tile."""
+        return 64 * self.num_consumers
+
+    @property
+    def splits_dq_rows(self) -> bool:
+        """True if each consumer computes 64 rows of dQ; else each has some columns of all rows."""
+        return self.block_q == 64 * self.num_consumers
+
+
 def choose_forward(key: KernelKey) -> FwdConfig:
     """The forward configuration for ``key``."""
     if key.arch != "sm_90a":
         raise NotImplementedError(f"no forward kernel for {key.arch}; compiled: sm_90a")
     return FwdConfig(block_kv=128, num_consumers=2, is_persistent=key.mask != "general")
+
+
+def choose_backward(key: KernelKey) -> BwdConfig:
+    """The backward configuration for ``key``."""
+    if key.arch != "sm_90a":
+        raise NotImplementedError(f"no backward kernel for {key.arch}; compiled: sm_90a")
+    return BwdConfig(block_q=128 if key.head_dim <= 64 else 64)

@@ -18,16 +18,17 @@ _KEPT = 2
 class Checkpoints:
     """The checkpoints of one run in one folder: state, loss of every step so far, configuration."""
 
-    def __init__(self, folder: Path, model_config: ModelConfig, train_config: TrainConfig):
+    def __init__(self, folder: Path, model_config: ModelConfig, train_config: TrainConfig) -> None:
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
         self._config = {"model": asdict(model_config), "training": asdict(train_config)}
         # Another implementation gives the same run.
         del self._config["model"]["implementation"]
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=_KEPT)
-        )
+        # HAZARD: a save in the background would read arrays that the next step overwrites, because
+        # it is given their memory.
+        options = ocp.CheckpointManagerOptions(max_to_keep=_KEPT, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -36,7 +37,7 @@ class Checkpoints:
         self._manager.close()
 
     def save(self, state: nnx.State, losses: list[float]) -> None:
-        """Saves the state after ``len(losses)`` steps; writing goes on in the background."""
+        """Saves the state after ``len(losses)`` steps, unless that was saved before."""
         if len(losses) == self._manager.latest_step():
             return
         args = self._ocp.args

@@ -79,7 +79,7 @@ def rotate(x: Array) -> Array:
 class CausalSelfAttention(nnx.Module):
     """Each position looks at itself and at those before it."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         width, dtype = config.d_model, config.dtype
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -96,6 +96,7 @@ class CausalSelfAttention(nnx.Module):
         )
 
     def __call__(self, x: Array) -> Array:
+        """[B, T, C] -> [B, T, C]."""
         config = self.config
         borders = (config.num_heads, config.num_heads + config.num_kv_heads)
         q, k, v = jnp.split(self.qkv(x), borders, axis=2)  # [B, T, N, D], [B, T, K, D] twice
@@ -108,7 +109,7 @@ class CausalSelfAttention(nnx.Module):
 class GatedMLP(nnx.Module):
     """SwiGLU: silu(x W) * (x V), projected back. Source: Shazeer, arXiv:2002.05202."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         width, dtype = config.d_model, config.dtype
         hidden = 8 * width // 3
         self.gate = nnx.Linear(width, hidden, use_bias=False, dtype=dtype, rngs=rngs)
@@ -116,19 +117,21 @@ class GatedMLP(nnx.Module):
         self.down = nnx.Linear(hidden, width, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
+        """[B, T, C] -> [B, T, C]."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
     """Attention, then MLP, each added to what came in."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.RMSNorm(config.d_model, dtype=config.dtype, rngs=rngs)
         self.attention = CausalSelfAttention(config, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(config.d_model, dtype=config.dtype, rngs=rngs)
         self.mlp = GatedMLP(config, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
+        """[B, T, C] -> [B, T, C]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -136,7 +139,7 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Logits of the next token at every position."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed = nnx.Embed(
             config.vocab_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -64,37 +65,35 @@ def loss_fn(model: GPT, windows: Array) -> Array:
 
 
 class Trainer(NamedTuple):
-    """A model in training, taken apart: NNX objects are put together inside jitted functions.
+    """A training step, and what puts a model together again from the state it works on.
 
     Attributes:
-        graph: the static structure of (model, optimizer).
-        state: their arrays; ``step`` consumes the one it is given.
-        step: (state, windows [B, T + 1]) -> (state, loss), compiled.
+        graph: the static structure of (model, optimizer); their arrays are the state.
+        step: (state, windows [B, T + 1]) -> (state, loss), compiled. It consumes the state that it
+            is given.
     """
 
-    graph: Any
-    state: Any
-    step: Callable[[Any, Array], tuple[Any, Array]]
+    graph: nnx.GraphDef[Any]
+    step: Callable[[nnx.State, Any], tuple[nnx.State, Array]]
 
-    @property
-    def model(self) -> GPT:
-        """The model, put together."""
-        return nnx.merge(self.graph, self.state)[0]
+    def model(self, state: nnx.State) -> GPT:
+        """The model of a state."""
+        return nnx.merge(self.graph, state)[0]
 
 
-def make_trainer(model_config: ModelConfig, train_config: TrainConfig) -> Trainer:
-    """Initialises a model and its optimizer, and compiles the step."""
-
+def make_trainer(model_config: ModelConfig, train_config: TrainConfig) -> tuple[Trainer, nnx.State]:
+    """Compiles the step; returns it with the initial state of model and optimizer."""
     model = GPT(model_config, rngs=nnx.Rngs(train_config.seed))
-    graph, state = nnx.split((model, nnx.Optimizer(model, make_optimizer(train_config), wrt=nnx.Param)))
+    optimizer = nnx.Optimizer(model, make_optimizer(train_config), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
 
     # Donated: the new state takes the memory of the old one.
-    @jax.jit(donate_argnums=0)
-    def step(state: Any, windows: Array) -> tuple[Any, Array]:
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: nnx.State, windows: Array) -> tuple[nnx.State, Array]:
         model, optimizer = nnx.merge(graph, state)
         loss, gradient = nnx.value_and_grad(loss_fn)(model, windows)
         optimizer.update(model, gradient)
         return nnx.state((model, optimizer)), loss
 
     windows = jax.ShapeDtypeStruct((train_config.batch_size, model_config.context + 1), np.int32)
-    return Trainer(graph, state, step.lower(state, windows).compile())
+    return Trainer(graph, step.lower(state, windows).compile()), state

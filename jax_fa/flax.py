@@ -129,8 +129,11 @@ class AttentionFn:
         band = self._band(query.shape[-3], key.shape[-3], mask is not None, is_causal)
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         batch = query.shape[:-3]
+        query, key, value = (_fold(x.astype(dtype), batch) for x in (query, key, value))
         out = attention(
-            *(_fold(x.astype(dtype), batch) for x in (query, key, value)),
+            query,
+            key,
+            value,
             bias=None if bias is None else _fold_pairwise(bias, batch),
             mask=None if mask is None else _fold_pairwise(mask.astype(bool), batch),
             **band,

@@ -185,7 +185,8 @@ def _backward_on(
 
     def one_shard(*shard: Array) -> tuple[Array, ...]:
         shard_operands, rest = _split(names, shard)
-        return tuple(_flat(bindings.backward(shard_operands, semantics, *rest)))
+        saved = bindings.Saved(*rest)
+        return tuple(_flat(bindings.backward(platform, shard_operands, semantics, saved)))
 
     operation = Names((*names, *_BACKWARD_EXTRAS), _backward_results(operands))
     return sharding.partitioned(operation, one_shard)(*arrays)

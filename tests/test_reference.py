@@ -40,8 +40,11 @@ def test_half_precision_reference_keeps_the_tolerance_rule(name, dtype):
 def test_float64_reference_is_exact_to_float64(name):
     case = BY_NAME[name]
     given = data(case, "float64")
+    sinks = given.operands.sinks.astype(np.float64)
+    step = jax.jit(reference_results, static_argnums=1)
     with jax.enable_x64(True):
-        got = reference_results(on_device(given.operands), case.semantics, given.cotangents)
+        operands = on_device(given.operands._replace(sinks=sinks))
+        got = step(operands, case.semantics, given.cotangents)
         assert got.out.dtype == got.lse.dtype == jnp.float64
     exact = attend(given.operands, case.semantics, given.cotangents)
     for name in Results._fields:
@@ -52,16 +55,19 @@ def test_float64_reference_is_exact_to_float64(name):
 def test_written_gradient_equals_automatic_differentiation(name):
     case = BY_NAME[name]
     given = data(case, "float32")
-    operands = on_device(given.operands)
-    (out, lse), pull = jax.vjp(
-        lambda q, k, v, sinks: reference.forward(
-            operands._replace(q=q, k=k, v=v, sinks=sinks), case.semantics
-        ),
-        *(operands.q, operands.k, operands.v, operands.sinks),
-    )
-    by_jax = pull(given.cotangents)
-    written = reference.backward(operands, case.semantics, out, lse, *given.cotangents)
-    for a, b in zip(by_jax, written, strict=True):
+
+    @jax.jit
+    def both(operands, cotangents):
+        def forward(q, k, v, sinks):
+            x = operands._replace(q=q, k=k, v=v, sinks=sinks)
+            return reference.forward(x, case.semantics)
+
+        differentiable = (operands.q, operands.k, operands.v, operands.sinks)
+        (out, lse), pull = jax.vjp(forward, *differentiable)
+        written = reference.backward(operands, case.semantics, out, lse, *cotangents)
+        return pull(cotangents), written
+
+    for a, b in zip(*both(on_device(given.operands), given.cotangents), strict=True):
         if b is not None:
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -82,9 +88,8 @@ def test_bias_and_mask_broadcast(shape):
     bias = rng.standard_normal(shape).astype(np.float32)
     mask = rng.random(shape) < 0.6
     mask[..., 0] = True
-    out, _ = reference.forward(
-        on_device(operands), case.semantics, jnp.asarray(bias), jnp.asarray(mask)
-    )
+    forward = jax.jit(reference.forward, static_argnums=1)
+    out, _ = forward(on_device(operands), case.semantics, bias, mask)
     np.testing.assert_allclose(out, masked_softmax(operands, bias, mask), rtol=1e-5, atol=1e-6)
 
 

@@ -16,6 +16,7 @@ from jax_fa.emulator.numerics import (
     add_down,
     bf16_bits,
     bf16_values,
+    bf16x2_bits,
     flush,
     fma4,
     max_float,
@@ -422,6 +423,7 @@ for _type, _half in NARROW.items():
                lambda a, load=_half.load: pack_halves(
                    load((a & np.uint16(255)).astype(np.uint8)).astype(np.float16).view(np.uint16),
                    load((a >> np.uint16(8)).astype(np.uint8)).astype(np.float16).view(np.uint16)))
+define("cvt.rn.bf16x2.f32", "u4", "f4 f4", bf16x2_bits)
 define("cvt.rna.tf32.f32", "u4", "f4",
        lambda a: (a.view(U4) + U4(0x1000)) & U4(0xFFFFE000))
 define("cvt.rn.tf32.f32", "u4", "f4",

@@ -17,7 +17,6 @@ from jax_fa.emulator.faults import UnknownInstructionError
 from jax_fa.emulator.memory import PARAM_WINDOW
 from jax_fa.emulator.ptx import (
     TYPE_BYTES,
-    Both,
     Immediate,
     Instruction,
     Kernel,
@@ -266,10 +265,10 @@ class Decoder:
 
     def _pure(self, instruction: Instruction, unit: Pure) -> tuple[Step, Step]:
         target, *operands = instruction.operands
-        if isinstance(target, Both):
-            raise UnknownInstructionError(f"{instruction}: two results are not implemented")
         if isinstance(target, Sink):
             return _nothing, _nothing
+        if not isinstance(target, Register):
+            raise UnknownInstructionError(f"{instruction}: the result operand is not implemented")
         home = self.homes[target.index]
         same = "u8" if home == "pair" and unit.function is not identity else home
         sources = [self.source(o, same if kind == "any" else kind)

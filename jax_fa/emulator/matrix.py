@@ -5,40 +5,39 @@ from __future__ import annotations
 import numpy as np
 
 from jax_fa.emulator.faults import OutOfBoundsError
-from jax_fa.emulator.layouts import MatrixDescriptor, Placement, Tile, place
+from jax_fa.emulator.layouts import MatrixDescriptor, Tile, place
 from jax_fa.emulator.memory import CHUNK, SharedMemory
 from jax_fa.emulator.numerics import matrix_values
 
-ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 
 
-def placed(shared: SharedMemory, descriptor: MatrixDescriptor, tile: Tile) -> Placement:
-    """Where a tile lies; it must lie inside the CTA's shared memory."""
-    placement = place(descriptor, tile)
-    if int(placement.chunks[-1]) >= shared.size // CHUNK:
-        raise OutOfBoundsError(f"matrix operand at shared offset {descriptor.start} reaches "
-                               f"beyond the CTA's {shared.size} bytes")
-    return placement
+class SharedOperand:
+    """A tile of a CTA's shared memory that a matrix unit is going to read.
 
+    Attributes:
+      chunks: the 16-byte chunks it lies in.
+    """
 
-def fetch(shared: SharedMemory, placement: Placement, type_: str) -> np.ndarray:
-    """(rows, cols) float32 values of a tile; kept until shared memory changes."""
-    key = (int(placement.elements[0, 0]), int(placement.elements[-1, -1]),
-           int(placement.elements[-1, 0]), placement.elements.shape, type_)
-    if shared.cache_version != shared.version:
-        shared.cache.clear()
-        shared.cache_version = shared.version
-    found = shared.cache.get(key)
-    if found is None:
-        bits = shared.views[ELEMENT_BYTES[type_]].take(placement.elements)
-        found = shared.cache[key] = operand_values(bits, type_)
-    return found
+    def __init__(self, shared: SharedMemory, descriptor: MatrixDescriptor, tile: Tile,
+                 type_: str) -> None:
+        self.shared = shared
+        self.type = type_
+        self.key = (descriptor, tile, type_)
+        placement = place(descriptor, tile)
+        if int(placement.chunks[-1]) >= shared.size // CHUNK:
+            raise OutOfBoundsError(f"matrix operand at shared offset {descriptor.start} reaches "
+                                   f"beyond the CTA's {shared.size} bytes")
+        self.elements, self.chunks = placement
 
-
-def operand_values(bits: np.ndarray, type_: str) -> np.ndarray:
-    """Operand bits as float32; 8-bit integers are exact in it."""
-    if type_ == "s8":
-        return bits.view(np.int8).astype(np.float32)
-    if type_ == "u8":
-        return bits.astype(np.float32)
-    return matrix_values(bits, type_)
+    def values(self) -> np.ndarray:
+        """(rows, cols) float32; kept until shared memory changes, as several warps read it."""
+        shared = self.shared
+        if shared.cache_version != shared.version:
+            shared.cache.clear()
+            shared.cache_version = shared.version
+        found = shared.cache.get(self.key)
+        if found is None:
+            bits = shared.views[ELEMENT_BYTES[self.type]].take(self.elements)
+            found = shared.cache[self.key] = matrix_values(bits, self.type)
+        return found

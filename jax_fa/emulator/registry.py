@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jax_fa.emulator.faults import UnknownInstructionError
-from jax_fa.emulator.ptx import Instruction
+from jax_fa.emulator.ptx import Instruction, Vector
 
 if TYPE_CHECKING:
     from jax_fa.emulator.decode import Decoder
@@ -93,7 +93,7 @@ def find(instruction: Instruction) -> Pure | Unit:
     """
     opcode = instruction.opcode
     pure = PURE.get(opcode, {}).get(len(instruction.operands) - 1)
-    if pure is not None:
+    if pure is not None and not any(isinstance(o, Vector) for o in instruction.operands):
         return pure
     parts = opcode.split(".")
     for length in range(len(parts), 0, -1):

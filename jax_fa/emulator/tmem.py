@@ -103,6 +103,13 @@ class TensorMemory:
         """Refuses cells that an operation may still write or that a st has not settled."""
         if self.writes[cells].any():
             self._hazard(cells, what, only="write")
+        self.check_settled(cells, what)
+
+    def check_settled(self, cells: Cells, what: str) -> None:
+        """Refuses cells that a tcgen05.st has not settled.
+
+        Enough for the matrix unit, whose own operations run in order.
+        """
         if self.unsettled[cells].any():
             owner = int(self.unsettled[cells].max()) - 1
             raise AsyncHazardError(f"{what} TMEM columns that warp {owner} stored without "

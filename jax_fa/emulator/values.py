@@ -87,6 +87,6 @@ def constant(bits: int, kind: str) -> Value:
     return unpack_pair(raw) if kind == "pair" else raw.view(DTYPES[kind])
 
 
-def poison(kind: str) -> Value:
-    """What a register holds before anything is written to it: all ones (NaN as a float)."""
-    return constant(-1 if kind != "pred" else 0, kind)
+# What a register holds before anything is written to it: all ones (NaN as a float).
+POISON = {kind: constant(0 if kind == "pred" else -1, kind)
+          for kind in ("pred", "u2", "u4", "f4", "u8", "f8", "pair")}

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_fa.emulator.faults import AsyncHazardError, DivergenceError, Place
 from jax_fa.emulator.ptx import Both, Instruction, Register, Vector
-from jax_fa.emulator.values import FULL, LANES, poison
+from jax_fa.emulator.values import FULL, LANES, POISON
 
 if TYPE_CHECKING:
     from jax_fa.emulator.decode import Program
@@ -87,7 +87,11 @@ class InFlight:
 
     def check(self, instruction: Instruction, touched: int) -> None:
         """Refuses an instruction that touches registers in use."""
-        if touched & self.written or written_registers(instruction) & self.read:
+        results = written_registers(instruction)
+        if instruction.opcode.startswith("wgmma.mma_async"):
+            # Multiplies of one warp run in order, so the next may add to the same accumulators.
+            touched &= ~results
+        if touched & self.written or results & self.read:
             raise AsyncHazardError(f"{instruction} touches registers of {self.what} before "
                                    f"{self.until}")
 
@@ -114,7 +118,7 @@ class Warp:
         threads = cta.cluster.machine.threads
         self.live = np.arange(LANES) + index * LANES < threads
         self.mask = FULL
-        self.slots: list = [poison(home) for home in program.homes]
+        self.slots: list = [POISON[home] for home in program.homes]
         self.slots += [self._initial(s) if isinstance(s, str) else s for s in program.slots]
         self.fragments = [Fragment(self, 0, self.live.copy(), ())]
         self.visits: dict[int, int] = {}

@@ -139,8 +139,10 @@ def scratch_shapes(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 ALIGNMENT_BYTES = 16
-"""Every array pointer but ``lse``, ``dlse``, ``dsinks`` and those of ``EXTRAS`` is a multiple of it
-(a TMA rule)."""
+"""The arrays named in ``ALIGNED`` start at multiples of this (a TMA rule)."""
+
+ALIGNED = frozenset("q k v out dout dq dk dv dq_sum row_stats dkv_sums".split())
+"""Arrays that kernels read or write 16 bytes at a time."""
 
 READS: dict[MaskClass, frozenset[str]] = {
     "full": frozenset({"sinks"}),

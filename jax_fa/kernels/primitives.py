@@ -7,18 +7,26 @@ operand of the next product wants its 16-column slabs in that very order, so P n
 """
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, nullptr
 from cutlass.utils import LayoutEnum
 from cutlass.utils.hopper_helpers import get_smem_layout_atom
+
+from jax_fa.kernels import abi
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 
 
-def smem_layout(dtype: type, shape: tuple[int, ...]) -> cute.ComposedLayout:
-    """Swizzled layout of row-major tiles ``(rows, columns[, stages])``, fit for TMA and wgmma."""
+def smem_layout(
+    dtype: type, shape: tuple[int, ...], panel: int | None = None
+) -> cute.ComposedLayout:
+    """Swizzled layout of row-major tiles ``(rows, columns[, stages])``, fit for TMA and wgmma.
+
+    Columns can be cut at multiples of ``panel`` (default: not at all).
+    """
     atom = warpgroup.make_smem_layout_atom(
-        get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, shape[1]), dtype
+        get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, panel or shape[1]), dtype
     )
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
@@ -65,6 +73,14 @@ def by_row(acc: cute.Tensor) -> cute.Tensor:
     (pair, rows, groups), *_ = acc.layout.shape
     layout = cute.make_layout((rows, (pair, groups)), stride=(pair, (1, pair * rows)))
     return cute.make_tensor(acc.iterator, layout)
+
+
+def pairs_by_row(rounded: cute.Tensor) -> cute.Tensor:
+    """View of a 16-bit fragment as (2 rows, column pairs), a pair being one 32-bit word."""
+    (pair, rows, groups), *_ = rounded.layout.shape
+    words = cute.recast_tensor(rounded, Int32)
+    layout = cute.make_layout((rows, groups), stride=(1, rows))
+    return cute.make_tensor(words.iterator, layout)
 
 
 def column_of(index: int) -> int:
@@ -131,3 +147,71 @@ def tma_views(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> tupl
         cute.group_modes(smem, 0, 2),
         cute.group_modes(gmem, 0, 2),
     )
+
+
+@cute.jit
+def bulk_load(source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
+    """Starts the copy of a contiguous piece of global memory, ``target``'s size, to ``target``.
+
+    The bytes count on ``barrier``. Called by a whole warp; addresses are multiples of 16 bytes.
+    """
+    size_bytes = cute.size(target) * target.element_type.width // 8
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                target.iterator.toint(),
+                source.iterator.toint(),
+                Int32(size_bytes),
+                barrier.toint(),
+            ],
+        )
+
+
+def add_to_global(address: Int64, values: list):
+    """Adds four consecutive floats to global memory, atomically each, with no order among adders."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *values],
+    )
+
+
+@cute.jit
+def gather_columns(words: list, width: cutlass.Constexpr[int]) -> list:
+    """Transposes ``width`` words across the ``width`` neighbouring lanes of a quad.
+
+    Word i of a lane is its pair of columns in column group i of a row. Afterwards the lane holds
+    the words of group ``lane % width``, in the order of columns.
+    """
+    lane = cute.arch.lane_idx()
+    step = 1
+    while cutlass.const_expr(step < width):
+        is_high = (lane & step) != 0
+        for i in cutlass.range_constexpr(width):
+            if cutlass.const_expr(i & step == 0):
+                low, high = words[i], words[i | step]
+                received = cute.arch.shuffle_sync_bfly(low if is_high else high, offset=step)
+                words[i] = received if is_high else low
+                words[i | step] = high if is_high else received
+        step = step * 2
+    return words
+
+
+def stand_ins(params: tuple, element: dict[str, type]) -> tuple:
+    """Arguments to compile a host entry with: its ``abi`` parameters, and what pointers point at.
+
+    Pointers that ``element`` does not name are to 32-bit integers.
+    """
+    arguments = []
+    for name, kind in params:
+        if kind == "pointer":
+            dtype = element.get(name, Int32)
+            is_wide = name in abi.ALIGNED
+            align = abi.ALIGNMENT_BYTES if is_wide else 4
+            arguments.append(nullptr(dtype, cute.AddressSpace.gmem, assumed_align=align))
+        elif kind == "stream":
+            arguments.append(make_fake_stream())
+        else:
+            arguments.append(Float32(1.0) if kind == "float32" else Int32(1))
+    return tuple(arguments)

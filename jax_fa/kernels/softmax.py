@@ -39,6 +39,15 @@ def make_row_state() -> RowState:
 
 
 @cute.jit
+def copy(state: RowState) -> RowState:
+    """The same statistics in registers of their own."""
+    other = make_row_state()
+    other.maximum.store(state.maximum.load())
+    other.total.store(state.total.load())
+    return other
+
+
+@cute.jit
 def reset(state: RowState):
     """Statistics of no keys at all."""
     state.maximum.fill(-Float32.inf)
@@ -184,7 +193,7 @@ def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int3
         last: offset of the last key from there; nothing beyond it is read.
     """
     scores = primitives.by_row(acc)
-    keys = cute.make_tensor(ids, cute.make_layout(1))
+    keys = cute.make_tensor(ids, cute.make_layout(1 << 16))
     for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
         key = keys[cutlass.min(primitives.column_of(i), last)]
         for row in cutlass.range_constexpr(ROWS):

@@ -178,7 +178,7 @@ def is_present(pointer: cute.Pointer) -> Boolean:
 
 def element(pointer: cute.Pointer, index: Int32) -> cute.Numeric:
     """``pointer[index]``."""
-    return cute.make_tensor(pointer, cute.make_layout(1))[index]
+    return cute.make_tensor(pointer + index, cute.make_layout(1))[0]
 
 
 @cute.jit

@@ -1,13 +1,14 @@
 """Hopper forward: out = softmax(mask(scale q k^T)) v, and its log-sum-exp, in one pass over keys.
 
-    load (1 warp)      q        k(n-1)   k(n-2)  v(n-1)   k(n-3)  v(n-2)   ...
-    attend 0           S(n-1) | S(n-2) PV(n-1) | softmax(n-2) | S(n-3) PV(n-2) | softmax(n-3) ...
-    attend 1                         (its softmax) | S(n-2) PV(n-1) | softmax(n-2) | ...
+    load (1 warp)   q  k(n-1) | k(n-2) v(n-1) | k(n-3) v(n-2) | ... | q' k'(m-1) v(0) | k'(m-2) ...
+    attend i           S(n-1) | S(n-2) PV(n-1) softmax(n-2) | ... | S'(m-1) PV(0) softmax'(m-1) ...
+    attend j                  |         (its softmax)  S(n-2) PV(n-1) softmax(n-2) | ...
 
 Within a consumer warpgroup the product S of the next key block is issued before PV of the current
-one, so that softmax of the next overlaps PV of the current; between consumers, named barriers make
-one compute its softmax while another occupies the tensor cores (Shah et al., arXiv:2407.08608).
-Roles, edges and memory: ``plan.py``. Conventions: ``jax_fa/problem.py``.
+one, so that softmax of the next overlaps PV of the current, across the border of tiles too;
+between consumers, named barriers make one compute its softmax while another occupies the tensor
+cores (Shah et al., arXiv:2407.08608). Roles, edges and memory: ``plan.py``. Conventions:
+``jax_fa/problem.py``.
 """
 
 from typing import NamedTuple
@@ -15,25 +16,16 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, nullptr
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.band import UNBOUNDED, Blocks, Window, key_range, kv_blocks
+from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, key_range, kv_blocks
 from jax_fa.config import FwdConfig, KernelKey
-from jax_fa.kernels import edges, primitives, softmax, tiles
+from jax_fa.kernels import abi, edges, primitives, softmax, tiles
 from jax_fa.kernels.sm90.plan import ROWS, forward_plan
-
-
-class Layouts(NamedTuple):
-    """Shared memory layouts, a tile of 64 query rows or one key block in modes 0 and 1."""
-
-    q: cute.ComposedLayout  # (64, D, consumers)
-    k: cute.ComposedLayout  # (block_kv, D, stages)
-    v: cute.ComposedLayout  # (block_kv, Dv, stages)
-    out: cute.ComposedLayout  # (64, Dv, consumers)
 
 
 class Variant(NamedTuple):
@@ -43,17 +35,24 @@ class Variant(NamedTuple):
     config: FwdConfig
     plan: edges.Plan
 
+    @property
+    def is_general(self) -> bool:
+        """Everything that can hide a key may be there."""
+        return self.key.mask == "general"
 
-def make_layouts(variant: Variant) -> Layouts:
-    """The layouts of a variant's shared memory."""
-    key, config = variant.key, variant.config
-    dtype = primitives.DTYPES[key.dtype]
-    return Layouts(
-        q=primitives.smem_layout(dtype, (ROWS, key.head_dim, config.num_consumers)),
-        k=primitives.smem_layout(dtype, (config.block_kv, key.head_dim, config.stages)),
-        v=primitives.smem_layout(dtype, (config.block_kv, key.value_dim, config.stages)),
-        out=primitives.smem_layout(dtype, (ROWS, key.value_dim, config.num_consumers)),
-    )
+    @property
+    def dtype(self) -> type:
+        """Element type of the arrays."""
+        return primitives.DTYPES[self.key.dtype]
+
+
+class Layouts(NamedTuple):
+    """Shared memory layouts, a tile of 64 query rows or one key block in modes 0 and 1."""
+
+    q: cute.ComposedLayout  # (64, D, consumers * q_stages)
+    k: cute.ComposedLayout  # (block_kv, D, stages)
+    v: cute.ComposedLayout  # (block_kv, Dv, stages)
+    out: cute.ComposedLayout  # (64, Dv)
 
 
 class Tma(NamedTuple):
@@ -66,23 +65,28 @@ class Tma(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Global arrays; all but lse as TMA sees them."""
+    """Global arrays; all but the last two as TMA sees them."""
 
     q: cute.Tensor  # (T, D, N, B)
     k: cute.Tensor  # (S, D, K, B)
     v: cute.Tensor  # (S, Dv, K, B)
     out: cute.Tensor  # (T, Dv, N, B)
+    out_rows: cute.Tensor  # (T, Dv, N, B)
     lse: cute.Tensor  # (T, N, B)
 
 
 class Scalars(NamedTuple):
     """Run-time values that every tile shares."""
 
-    q_len: Int32
-    kv_len: Int32
-    shift: Int32
+    sequences: tiles.Sequences
+    window_left: Int32
+    window_right: Int32
+    bottom_right: Int32
+    cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
     scale_log2: Float32
     sinks: cute.Pointer
+    q_segments: cute.Pointer
+    kv_segments: cute.Pointer
 
 
 class Pipes(NamedTuple):
@@ -94,12 +98,13 @@ class Pipes(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """Shared memory tiles."""
+    """Shared memory."""
 
-    q: cute.Tensor  # (64, D, consumers)
+    q: cute.Tensor  # (64, D, consumers * q_stages)
     k: cute.Tensor  # (block_kv, D, stages)
     v: cute.Tensor  # (block_kv, Dv, stages)
-    out: cute.Tensor  # (64, Dv, consumers)
+    scrub: cute.Pointer  # one mbarrier
+    segment_keys: cute.Tensor  # (2,) first key, and last key + 1, of the tile's segments
 
 
 class Context(NamedTuple):
@@ -117,98 +122,201 @@ class Consumer(NamedTuple):
 
     qk: cute.TiledMma
     pv: cute.TiledMma
-    q: cute.Tensor  # A descriptors, (_, 1, D / 16)
+    q: cute.Tensor  # A descriptors, (_, 1, D / 16, consumers * q_stages), or registers
     k: cute.Tensor  # B descriptors, (_, 1, D / 16, stages)
     v: cute.Tensor  # B descriptors, (_, 1, block_kv / 16, stages)
     p: cute.Tensor  # A registers, (8, 1, block_kv / 16)
     out: cute.Tensor  # accumulator of 64 x Dv
     state: softmax.RowState
-    scale_log2: Float32
     index: Int32
     thread: Int32
 
 
-def first_tile(variant: Variant, order: tiles.Order) -> tiles.Tile:
-    """The first tile of this CTA."""
+class Work(NamedTuple):
+    """A tile with all that follows from it."""
+
+    tile: tiles.Tile
+    span: tiles.Span
+    window: Window
+    blocks: Blocks
+
+
+def make_layouts(variant: Variant) -> Layouts:
+    """The layouts of a variant's shared memory."""
+    key, config, dtype = variant.key, variant.config, variant.dtype
+    q_tiles = config.num_consumers * config.q_stages
+    return Layouts(
+        q=primitives.smem_layout(dtype, (ROWS, key.head_dim, q_tiles)),
+        k=primitives.smem_layout(dtype, (config.block_kv, key.head_dim, config.stages)),
+        v=primitives.smem_layout(dtype, (config.block_kv, key.value_dim, config.stages)),
+        out=primitives.smem_layout(dtype, (ROWS, key.value_dim)),
+    )
+
+
+def tile_at(variant: Variant, order: tiles.Order, slot: Int32) -> tiles.Tile:
+    """The tile at a position of this CTA's list."""
+    if variant.is_general:
+        return tiles.one_per_cta(order)
     if variant.key.mask == "causal":
-        return tiles.longest_first(order, Int32(0))
-    return tiles.row_order(order, Int32(0))
+        return tiles.longest_first(order, slot)
+    return tiles.row_order(order, slot)
 
 
-def next_tile(variant: Variant, order: tiles.Order, tile: tiles.Tile) -> tiles.Tile:
-    """The tile after ``tile`` of this CTA."""
-    if variant.key.mask == "causal":
-        return tiles.longest_first(order, tile.slot + 1)
-    return tiles.row_order(order, tile.slot + 1)
-
-
-def window_of(variant: Variant, scalars: Scalars) -> Window:
-    """The band of the sequence that a tile belongs to."""
-    right = 0 if variant.key.mask == "causal" else UNBOUNDED
-    return Window(scalars.shift, UNBOUNDED, right, scalars.q_len, scalars.kv_len)
-
-
-def blocks_of(variant: Variant, window: Window, tile: tiles.Tile) -> Blocks:
-    """The key blocks of a tile."""
-    config = variant.config
-    return kv_blocks(
-        window,
+@cute.jit
+def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
+    """What there is to do for ``tile``. Called by whole warps."""
+    scalars, config = x.scalars, variant.config
+    sequences = scalars.sequences
+    left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
+    zero = Int32(0)
+    span = tiles.Span(
+        tile.batch,
+        zero,
+        zero,
+        sequences.q_len,
+        sequences.q_len,
+        sequences.kv_len,
+        zero,
         tile.q_block * config.block_q,
+    )
+    if const_expr(variant.is_general):
+        tile, span = tiles.locate(sequences, tile, config.block_q)
+        left, right = scalars.window_left, scalars.window_right
+    aligned = Band(alignment="bottom_right").shift(span.q_len, span.kv_len)
+    shift = span.q_offset + scalars.bottom_right * aligned
+    window = Window(shift, left, right, span.q_len, span.kv_len)
+    blocks = kv_blocks(
+        window,
+        span.first_row,
         config.block_q,
         config.block_kv,
         minimum=cutlass.min,
         maximum=cutlass.max,
     )
+    start, full_start, full_end, end = blocks
+    if const_expr(variant.is_general):
+        if tiles.is_present(scalars.q_segments):
+            start = cutlass.max(start, x.smem.segment_keys[0] // config.block_kv)
+            end = cutlass.min(end, ceil_div(x.smem.segment_keys[1], config.block_kv))
+            full_start, full_end = start, start
+    # A tile without keys works on one block, all of it masked: no path of its own.
+    end = cutlass.max(end, start + 1)
+    return Work(tile, span, window, Blocks(start, full_start, full_end, end))
 
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
     """Fetches the query tile and its key and value blocks, newest first. One warp."""
-    config = variant.config
     q, k, v = pipes.q, pipes.k, pipes.v
-    tile = first_tile(variant, x.order)
-    while tile.is_valid:
-        blocks = blocks_of(variant, window_of(variant, x.scalars), tile)
-        d, dv = variant.key.head_dim, variant.key.value_dim
-        gQ = cute.local_tile(
-            x.arrays.q[None, None, tile.q_head, tile.batch], (ROWS, d), (None, 0)
-        )
-        gK = cute.local_tile(
-            x.arrays.k[None, None, tile.kv_head, tile.batch], (config.block_kv, d), (None, 0)
-        )
-        gV = cute.local_tile(
-            x.arrays.v[None, None, tile.kv_head, tile.batch], (config.block_kv, dv), (None, 0)
-        )
-        sQ, gQ = primitives.tma_views(x.tma.q, x.smem.q, gQ)
-        sK, gK = primitives.tma_views(x.tma.k, x.smem.k, gK)
-        sV, gV = primitives.tma_views(x.tma.v, x.smem.v, gV)
+    work = work_on(variant, x, tile_at(variant, x.order, Int32(0)))
+    if work.tile.is_valid:
         slot = q.acquire_and_advance()
-        for i in cutlass.range_constexpr(config.num_consumers):
-            source = gQ[None, tile.q_block * config.num_consumers + i]
-            cute.copy(x.tma.q, source, sQ[None, i], tma_bar_ptr=slot.barrier)
-        for _ in cutlass.range(cutlass.min(blocks.end - blocks.start, 1), unroll=1):
-            slot = k.acquire_and_advance()
-            cute.copy(
-                x.tma.k, gK[None, blocks.end - 1], sK[None, slot.index], tma_bar_ptr=slot.barrier
-            )
-        for i in cutlass.range(blocks.end - blocks.start - 1, unroll=1):
-            block = blocks.end - 1 - i
-            slot = k.acquire_and_advance()
-            cute.copy(
-                x.tma.k, gK[None, block - 1], sK[None, slot.index], tma_bar_ptr=slot.barrier
-            )
-            slot = v.acquire_and_advance()
+        load_q(variant, x, work, slot)
+        slot = k.acquire_and_advance()
+        load_k(variant, x, work, work.blocks.end - 1, slot)
+        if const_expr(variant.config.is_persistent):
+            following = tile_at(variant, x.order, work.tile.slot + 1)
+            while following.is_valid:
+                k, v = load_middle(variant, x, work, Pipes(q, k, v))
+                before = work
+                work = work_on(variant, x, following)
+                slot = q.acquire_and_advance()
+                load_q(variant, x, work, slot)
+                slot = k.acquire_and_advance()
+                load_k(variant, x, work, work.blocks.end - 1, slot)
+                slot = v.acquire_and_advance()
+                load_v(variant, x, before, before.blocks.start, slot)
+                following = tile_at(variant, x.order, work.tile.slot + 1)
+        k, v = load_middle(variant, x, work, Pipes(q, k, v))
+        slot = v.acquire_and_advance()
+        load_v(variant, x, work, work.blocks.start, slot)
+        # HAZARD: the CTA may not end while consumers still have arrivals to make here.
+        q.tail()
+        k.tail()
+        v.tail()
+
+
+@cute.jit
+def load_middle(variant: cutlass.Constexpr, x: Context, work: Work, pipes: Pipes):
+    """Keys of all blocks but the newest, each followed by the values of the one before."""
+    k, v = pipes.k, pipes.v
+    for i in cutlass.range(work.blocks.end - work.blocks.start - 1, unroll=1):
+        block = work.blocks.end - 1 - i
+        slot = k.acquire_and_advance()
+        load_k(variant, x, work, block - 1, slot)
+        slot = v.acquire_and_advance()
+        load_v(variant, x, work, block, slot)
+    return k, v
+
+
+@cute.jit
+def load_q(variant: cutlass.Constexpr, x: Context, work: Work, slot):
+    """The query tile, 64 rows at a time."""
+    consumers = variant.config.num_consumers
+    rows = x.arrays.q[None, None, work.tile.q_head, work.tile.batch]
+    rows = cute.domain_offset((work.span.q_start + work.span.first_row, 0), rows)
+    gQ = cute.local_tile(rows, (ROWS, variant.key.head_dim), (None, 0))
+    sQ, gQ = primitives.tma_views(x.tma.q, x.smem.q, gQ)
+    for i in cutlass.range_constexpr(consumers):
+        target = sQ[None, slot.index * consumers + i]
+        cute.copy(x.tma.q, gQ[None, i], target, tma_bar_ptr=slot.barrier)
+
+
+@cute.jit
+def load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slot):
+    """One block of keys."""
+    rows = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
+    rows = cute.domain_offset((work.span.kv_start, 0), rows)
+    gK = cute.local_tile(rows, (variant.config.block_kv, variant.key.head_dim), (None, 0))
+    sK, gK = primitives.tma_views(x.tma.k, x.smem.k, gK)
+    cute.copy(x.tma.k, gK[None, block], sK[None, slot.index], tma_bar_ptr=slot.barrier)
+
+
+@cute.jit
+def load_v(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slot):
+    """One block of values; rows beyond the sequence's keys become zero."""
+    block_kv, dv = variant.config.block_kv, variant.key.value_dim
+    rows = x.arrays.v[None, None, work.tile.kv_head, work.tile.batch]
+    rows = cute.domain_offset((work.span.kv_start, 0), rows)
+    gV = cute.local_tile(rows, (block_kv, dv), (None, 0))
+    sV, gV = primitives.tma_views(x.tma.v, x.smem.v, gV)
+    if const_expr(not variant.is_general):
+        # Behind the array's last row TMA fills with zeros by itself.
+        cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
+    else:
+        used = work.span.kv_len - block * block_kv
+        if used >= block_kv:
             cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
-        for _ in cutlass.range(cutlass.min(blocks.end - blocks.start, 1), unroll=1):
-            slot = v.acquire_and_advance()
-            cute.copy(
-                x.tma.v, gV[None, blocks.start], sV[None, slot.index], tma_bar_ptr=slot.barrier
-            )
-        tile = next_tile(variant, x.order, tile)
-    # HAZARD: the CTA may not end while a consumer still has arrivals for these barriers to come.
-    q.tail()
-    k.tail()
-    v.tail()
+        else:
+            load_partial_v(variant, x, (gV[None, block], sV[None, slot.index]), used, slot)
+
+
+@cute.jit
+def load_partial_v(variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot):
+    """One block of values, of which only the first ``used`` rows are the sequence's.
+
+    The others become zero: P is 0 for absent keys, but 0 * NaN is not. Only the newest block of a
+    tile is partly used, so the detour over a second barrier is taken once, in its phase 0.
+    """
+    block_kv, words = variant.config.block_kv, variant.key.value_dim // 2
+    size_bytes = variant.plan.edge("v").stage_bytes
+    source, target = copied
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
+    cute.copy(x.tma.v, source, target, tma_bar_ptr=x.smem.scrub)
+    cute.arch.mbarrier_wait(x.smem.scrub, 0)
+    pairs = cute.recast_tensor(x.smem.v[None, None, slot.index], Int32)
+    lane = cute.arch.lane_idx()
+    for row in cutlass.range(cutlass.max(used, 0), block_kv, unroll=1):
+        for i in cutlass.range_constexpr(ceil_div(words, edges.WARP)):
+            if lane + i * edges.WARP < words:
+                pairs[row, lane + i * edges.WARP] = Int32(0)
+    # HAZARD: wgmma reads through the async proxy what these lanes wrote through the generic one,
+    # and TMA must have finished before they wrote.
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        primitives.complete_tx(slot.barrier, size_bytes)
 
 
 @cute.jit
@@ -232,41 +340,112 @@ def pass_turn(variant: cutlass.Constexpr, c: Consumer):
 
 @cute.jit
 def mask_block(
-    variant: cutlass.Constexpr, c: Consumer, scores: cute.Tensor, window: Window, at: tuple
+    variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work, scores: cute.Tensor, block
 ):
-    """Hides the keys of a block that the band does not show; ``at`` is (first row, block)."""
-    row, block = at
+    """Hides the keys of a block that a row does not see."""
+    scalars = x.scalars
+    row = work.span.first_row + c.index * ROWS + primitives.row_in_tile(c.thread)
     first_key = block * variant.config.block_kv + primitives.first_column(c.thread)
-    limits = []
+    visible = []
     for r in cutlass.range_constexpr(softmax.ROWS):
-        keys = key_range(window, row + 8 * r, minimum=cutlass.min, maximum=cutlass.max)
-        limits.append(keys.hi - first_key)
-    softmax.mask(scores, limits)
+        keys = key_range(work.window, row + 8 * r, minimum=cutlass.min, maximum=cutlass.max)
+        visible.append(softmax.Visible(keys.lo - first_key, keys.hi - first_key))
+    softmax.mask(scores, visible, variant.is_general)
+    if const_expr(variant.is_general):
+        if tiles.is_present(scalars.q_segments):
+            sequences = scalars.sequences
+            q_base = work.tile.batch * sequences.q_len + work.span.q_start
+            kv_base = work.tile.batch * sequences.kv_len + work.span.kv_start
+            row_ids = []
+            for r in cutlass.range_constexpr(softmax.ROWS):
+                present = cutlass.min(row + 8 * r, work.span.q_slot - 1)
+                row_ids.append(tiles.element(scalars.q_segments, q_base + present))
+            last = cutlass.max(work.span.kv_len - 1 - first_key, -first_key)
+            softmax.mask_segments(
+                scores, row_ids, scalars.kv_segments + (kv_base + first_key), last
+            )
+
+
+@cute.jit
+def fetch_q(variant: cutlass.Constexpr, x: Context, c: Consumer, q_index: Int32):
+    """Copies 64 query rows to registers, if that is where the product wants them."""
+    if const_expr(variant.config.q_in_registers):
+        atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
+        copy = cute.make_tiled_copy_A(atom, c.qk).get_slice(c.thread)
+        cute.copy(copy, copy.partition_S(x.smem.q[None, None, q_index]), copy.retile(c.q))
+
+
+@cute.jit
+def multiply_qk(
+    variant: cutlass.Constexpr, c: Consumer, scores: cute.Tensor, q_index: Int32, k_index: Int32
+):
+    """Issues ``scores = Q K^T``."""
+    keys = c.k[None, None, None, k_index]
+    if const_expr(variant.config.q_in_registers):
+        primitives.multiply(c.qk, scores, (c.q, keys), False)
+    else:
+        primitives.multiply(c.qk, scores, (c.q[None, None, None, q_index], keys), False)
+
+
+@cute.jit
+def products(variant: cutlass.Constexpr, c: Consumer, q_index: Int32, pipes: Pipes):
+    """S of the next block and PV of the current one, issued in this consumer's turn.
+
+    Returns the scores, which are there, the handle of the values, which PV still reads, and the
+    advanced pipes.
+    """
+    k, v = pipes.k, pipes.v
+    scores = c.qk.make_fragment_C(c.qk.partition_shape_C((ROWS, variant.config.block_kv)))
+    k_full = k.wait_and_advance()
+    take_turn(variant, c)
+    multiply_qk(variant, c, scores, q_index, k_full.index)
+    v_full = v.wait_and_advance()
+    primitives.multiply(c.pv, c.out, (c.p, c.v[None, None, None, v_full.index]), True)
+    pass_turn(variant, c)
+    warpgroup.wait_group(1)
+    k_full.release()
+    return scores, v_full, k, v
+
+
+@cute.jit
+def middle(variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, pipes: Pipes):
+    """All blocks but the newest of a tile, up to and without the oldest PV; ``at`` is
+    (work, index of the query tile)."""
+    work, q_index = at
+    blocks, k, v = work.blocks, pipes.k, pipes.v
+    if const_expr(variant.key.mask != "full"):
+        for i in cutlass.range(blocks.end - 1 - blocks.full_end, unroll=1):
+            block = blocks.end - 2 - i
+            k, v = step(variant, True, x, c, (work, q_index, block), Pipes(pipes.q, k, v))
+    last = cutlass.min(blocks.end - 1, blocks.full_end)
+    for i in cutlass.range(last - blocks.full_start, unroll=1):
+        block = last - 1 - i
+        k, v = step(variant, False, x, c, (work, q_index, block), Pipes(pipes.q, k, v))
+    if const_expr(variant.is_general):
+        last = cutlass.min(blocks.end - 1, blocks.full_start)
+        for i in cutlass.range(last - blocks.start, unroll=1):
+            block = last - 1 - i
+            k, v = step(variant, True, x, c, (work, q_index, block), Pipes(pipes.q, k, v))
+    return k, v
 
 
 @cute.jit
 def step(
     variant: cutlass.Constexpr,
     masked: cutlass.Constexpr,
+    x: Context,
     c: Consumer,
-    pipes: Pipes,
-    window: Window,
     at: tuple,
+    pipes: Pipes,
 ):
-    """S of the block at ``at`` and PV of the one before, then softmax of the former."""
-    k, v = pipes.k, pipes.v
-    scores = c.qk.make_fragment_C(c.qk.partition_shape_C((ROWS, variant.config.block_kv)))
-    k_full = k.wait_and_advance()
-    take_turn(variant, c)
-    primitives.multiply(c.qk, scores, (c.q, c.k[None, None, None, k_full.index]), False)
-    v_full = v.wait_and_advance()
-    primitives.multiply(c.pv, c.out, (c.p, c.v[None, None, None, v_full.index]), True)
-    pass_turn(variant, c)
-    warpgroup.wait_group(1)
-    k_full.release()
+    """S and softmax of a block, PV of the one before; ``at`` is (work, query tile, block)."""
+    work, q_index, block = at
+    scores, v_full, k, v = products(variant, c, q_index, pipes)
+    if const_expr(variant.key.has_soft_cap):
+        softmax.cap(scores, x.scalars.cap_inner_log2)
     if const_expr(masked):
-        mask_block(variant, c, scores, window, at)
-    shrink = softmax.update(scores, c.state, c.scale_log2)
+        mask_block(variant, x, c, work, scores, block)
+    shrink = softmax.update(scores, c.state, x.scalars.scale_log2)
     warpgroup.wait_group(0)
     v_full.release()
     # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
@@ -279,131 +458,216 @@ def step(
 def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
     """Both products and the softmax of 64 query rows. One warpgroup of several."""
     config = variant.config
-    thread = cute.arch.thread_idx()[0] - variant.plan.role("load").threads
-    index = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
-    c = make_consumer(variant, x, index, thread % edges.WARPGROUP)
-    q, k, v = pipes.q, pipes.k, pipes.v
-    if const_expr(config.ping_pong):
-        if index == config.num_consumers - 1:
-            pass_turn(variant, c)
-    tile = first_tile(variant, x.order)
-    while tile.is_valid:
-        window = window_of(variant, x.scalars)
-        blocks = blocks_of(variant, window, tile)
-        row = tile.q_block * config.block_q + index * ROWS + primitives.row_in_tile(c.thread)
-        softmax.reset(c.state)
-        c.out.fill(0.0)
+    work = work_on(variant, x, tile_at(variant, x.order, Int32(0)))
+    if work.tile.is_valid:
+        c = make_consumer(variant, x)
+        q, k, v = pipes.q, pipes.k, pipes.v
+        if const_expr(config.ping_pong):
+            if c.index == config.num_consumers - 1:
+                pass_turn(variant, c)
         q_full = q.wait_and_advance()
-        for _ in cutlass.range(cutlass.min(blocks.end - blocks.start, 1), unroll=1):
-            k_full = k.wait_and_advance()
-            scores = c.qk.make_fragment_C(c.qk.partition_shape_C((ROWS, config.block_kv)))
-            primitives.multiply(c.qk, scores, (c.q, c.k[None, None, None, k_full.index]), False)
-            warpgroup.wait_group(0)
-            k_full.release()
-            if blocks.end > blocks.full_end:
-                mask_block(variant, c, scores, window, (row, blocks.end - 1))
-            softmax.update(scores, c.state, c.scale_log2)
-            primitives.narrow(scores, c.p)
-
-            if const_expr(variant.key.mask != "full"):
-                for i in cutlass.range(blocks.end - 1 - blocks.full_end, unroll=1):
-                    at = (row, blocks.end - 2 - i)
-                    k, v = step(variant, True, c, Pipes(q, k, v), window, at)
-            last_full = cutlass.min(blocks.end - 1, blocks.full_end)
-            for i in cutlass.range(last_full - blocks.full_start, unroll=1):
-                k, v = step(variant, False, c, Pipes(q, k, v), window, (row, last_full - 1 - i))
-            v_full = v.wait_and_advance()
-            primitives.multiply(c.pv, c.out, (c.p, c.v[None, None, None, v_full.index]), True)
-            warpgroup.wait_group(0)
-            v_full.release()
-        if const_expr(not config.out_aliases_q):
-            q_full.release()
-        store(variant, x, c, tile, row)
-        if const_expr(config.out_aliases_q):
-            finish_store(variant, c)
-            q_full.release()
-        tile = next_tile(variant, x.order, tile)
-    if const_expr(config.ping_pong):
-        # The turn passed to consumer 0 last is still open; taking it leaves the barrier at rest.
-        if index == 0:
-            take_turn(variant, c)
-    finish_store(variant, c)
+        k_full = k.wait_and_advance()
+        scores = c.qk.make_fragment_C(c.qk.partition_shape_C((ROWS, config.block_kv)))
+        q_index = q_full.index * config.num_consumers + c.index
+        fetch_q(variant, x, c, q_index)
+        multiply_qk(variant, c, scores, q_index, k_full.index)
+        warpgroup.wait_group(0)
+        k_full.release()
+        start_tile(variant, x, c, work, scores)
+        primitives.narrow(scores, c.p)
+        c.out.fill(0.0)
+        if const_expr(config.is_persistent):
+            following = tile_at(variant, x.order, work.tile.slot + 1)
+            while following.is_valid:
+                k, v = middle(variant, x, c, (work, q_index), Pipes(q, k, v))
+                before, before_index = work, q_index
+                work = work_on(variant, x, following)
+                q_next = q.wait_and_advance()
+                q_index = q_next.index * config.num_consumers + c.index
+                fetch_q(variant, x, c, q_index)
+                scores, v_full, k, v = products(variant, c, q_index, Pipes(q, k, v))
+                finished = softmax.copy(c.state)
+                start_tile(variant, x, c, work, scores)
+                warpgroup.wait_group(0)
+                v_full.release()
+                primitives.narrow(scores, c.p)
+                store(variant, x, c, (before, before_index), finished)
+                c.out.fill(0.0)
+                release_q(c, q_full)
+                q_full = q_next
+                following = tile_at(variant, x.order, work.tile.slot + 1)
+        k, v = middle(variant, x, c, (work, q_index), Pipes(q, k, v))
+        v_full = v.wait_and_advance()
+        take_turn(variant, c)
+        primitives.multiply(c.pv, c.out, (c.p, c.v[None, None, None, v_full.index]), True)
+        pass_turn(variant, c)
+        warpgroup.wait_group(0)
+        v_full.release()
+        store(variant, x, c, (work, q_index), c.state)
+        release_q(c, q_full)
+        if const_expr(config.ping_pong):
+            # The turn that the last consumer passed is open; taking it leaves the barrier at rest.
+            if c.index == 0:
+                take_turn(variant, c)
 
 
 @cute.jit
-def finish_store(variant: cutlass.Constexpr, c: Consumer):
-    """Waits until this consumer's TMA store has read its rows of ``out``."""
-    barrier = variant.plan.barrier("out0")
+def start_tile(
+    variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work, scores: cute.Tensor
+):
+    """Softmax of a tile's newest block, which is masked if it must be."""
+    block = work.blocks.end - 1
+    if const_expr(variant.key.has_soft_cap):
+        softmax.cap(scores, x.scalars.cap_inner_log2)
+    if block >= work.blocks.full_end:
+        mask_block(variant, x, c, work, scores, block)
+    softmax.reset(c.state)
+    softmax.update(scores, c.state, x.scalars.scale_log2)
+
+
+@cute.jit
+def release_q(c: Consumer, q_full):
+    """Gives the query tile back, once the output staged in it has been read."""
     if c.thread < edges.WARP:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.barrier(barrier_id=barrier.index + c.index, number_of_threads=barrier.threads)
+    q_full.release()
 
 
-def make_consumer(variant: Variant, x: Context, index: Int32, thread: Int32) -> Consumer:
-    """Fragments of consumer ``index``."""
+def make_consumer(variant: Variant, x: Context) -> Consumer:
+    """Fragments of the consumer that the calling thread belongs to."""
     key, config = variant.key, variant.config
-    dtype = primitives.DTYPES[key.dtype]
-    qk = primitives.make_mma(dtype, config.block_kv, OperandMajorMode.K, a_in_registers=False)
-    pv = primitives.make_mma(dtype, key.value_dim, OperandMajorMode.MN, a_in_registers=True)
+    thread = cute.arch.thread_idx()[0] - variant.plan.role("load").threads
+    qk = primitives.make_mma(
+        variant.dtype, config.block_kv, OperandMajorMode.K, config.q_in_registers
+    )
+    pv = primitives.make_mma(
+        variant.dtype, key.value_dim, OperandMajorMode.MN, a_in_registers=True
+    )
     qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
-    p_shape = pv.partition_shape_A((ROWS, config.block_kv))
+    q_source = qk_slice.partition_A(x.smem.q)
+    if config.q_in_registers:
+        q_source = qk.partition_shape_A((ROWS, key.head_dim))
     return Consumer(
         qk=qk,
         pv=pv,
-        q=qk.make_fragment_A(qk_slice.partition_A(x.smem.q[None, None, index])),
+        q=qk.make_fragment_A(q_source),
         k=qk.make_fragment_B(qk_slice.partition_B(x.smem.k)),
         v=pv.make_fragment_B(pv_slice.partition_B(primitives.transposed(x.smem.v))),
-        p=pv.make_fragment_A(p_shape),
+        p=pv.make_fragment_A(pv.partition_shape_A((ROWS, config.block_kv))),
         out=pv.make_fragment_C(pv.partition_shape_C((ROWS, key.value_dim))),
         state=softmax.make_row_state(),
-        scale_log2=x.scalars.scale_log2,
-        index=index,
-        thread=thread,
+        index=cute.arch.make_warp_uniform(thread // edges.WARPGROUP),
+        thread=thread % edges.WARPGROUP,
     )
 
 
 @cute.jit
-def store(variant: cutlass.Constexpr, x: Context, c: Consumer, tile: tiles.Tile, row: Int32):
-    """Normalises the accumulator; writes 64 rows of out, and of lse."""
-    dtype = primitives.DTYPES[variant.key.dtype]
+def store(
+    variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, state: softmax.RowState
+):
+    """Normalises the accumulator; writes 64 rows of out and of lse; ``at`` is (work, q tile)."""
+    work, q_index = at
+    span, tile = work.span, work.tile
+    sink = -Float32.inf
+    if tiles.is_present(x.scalars.sinks):
+        sink = tiles.element(
+            x.scalars.sinks, span.sequence * x.order.num_q_heads + tile.q_head
+        )
+    row = span.first_row + c.index * ROWS + primitives.row_in_tile(c.thread)
     factors = cute.make_rmem_tensor((softmax.ROWS,), Float32)
     for r in cutlass.range_constexpr(softmax.ROWS):
-        total = softmax.quad_sum(c.state.total[r])
-        is_empty = total == 0.0
-        factors[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total)
-        lse = -Float32.inf
-        if not is_empty:
-            lse = (
-                c.state.maximum[r] * c.scale_log2 + cute.math.log2(total, fastmath=True)
-            ) * softmax.LN_2
-        if (primitives.first_column(c.thread) == 0) & (row + 8 * r < x.scalars.q_len):
-            x.arrays.lse[row + 8 * r, tile.q_head, tile.batch] = lse
+        result = softmax.finish_row(
+            state.maximum[r], state.total[r], x.scalars.scale_log2, sink
+        )
+        factor, lse = result
+        if const_expr(variant.is_general):
+            if row + 8 * r >= span.q_len:
+                factor, lse = Float32(0.0), -Float32.inf
+        factors[r] = factor
+        if (primitives.first_column(c.thread) == 0) & (row + 8 * r < span.q_slot):
+            x.arrays.lse[span.q_start + row + 8 * r, tile.q_head, tile.batch] = lse
     softmax.scale_rows(c.out, factors)
-    rounded = cute.make_rmem_tensor_like(c.out, dtype)
+    rounded = cute.make_rmem_tensor_like(c.out, variant.dtype)
     primitives.narrow(c.out, rounded)
+    end_of_rows = span.first_row + (c.index + 1) * ROWS
+    if const_expr(variant.is_general):
+        if tiles.is_present(x.scalars.sequences.cu_seqlens_q) & (end_of_rows > span.q_slot):
+            store_rows(x, c, work, row, rounded)
+        else:
+            store_tile(variant, x, c, at, rounded)
+    else:
+        store_tile(variant, x, c, at, rounded)
 
+
+@cute.jit
+def store_rows(x: Context, c: Consumer, work: Work, row: Int32, rounded: cute.Tensor):
+    """Writes rows one by one, leaving those of the next packed sequence alone."""
+    span, tile = work.span, work.tile
+    gOut = cute.recast_tensor(x.arrays.out_rows[None, None, tile.q_head, tile.batch], Int32)
+    pairs = primitives.pairs_by_row(rounded)
+    first = primitives.first_column(c.thread) // 2
+    for r in cutlass.range_constexpr(softmax.ROWS):
+        if row + 8 * r < span.q_slot:
+            for i in cutlass.range_constexpr(cute.size(pairs, mode=[1])):
+                gOut[span.q_start + row + 8 * r, first + 4 * i] = pairs[r, i]
+
+
+@cute.jit
+def store_tile(
+    variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, rounded: cute.Tensor
+):
+    """Writes 64 rows through shared memory; TMA leaves out those behind the array's last."""
+    work, q_index = at
     barrier = variant.plan.barrier("out0")
-    # HAZARD: the previous tile's TMA store must have read the stage before it is written again.
-    if const_expr(not variant.config.out_aliases_q):
-        finish_store(variant, c)
-    sOut = x.smem.out[None, None, c.index]
+    layout = make_layouts(variant).out
+    sOut = cute.make_tensor(x.smem.q[None, None, q_index].iterator, layout.outer)
     copy = cute.make_tiled_copy_C(
-        cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), dtype), c.pv
+        cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), variant.dtype), c.pv
     ).get_slice(c.thread)
+    # HAZARD: out is staged over the rows of q, which all four warps have multiplied by now.
+    cute.arch.barrier(barrier_id=barrier.index + c.index, number_of_threads=barrier.threads)
     cute.copy(copy, copy.retile(rounded), copy.partition_D(sOut))
     # HAZARD: stmatrix writes through the generic proxy, TMA reads through the async one.
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=barrier.index + c.index, number_of_threads=barrier.threads)
     if c.thread < edges.WARP:
-        gOut = cute.local_tile(
-            x.arrays.out[None, None, tile.q_head, tile.batch],
-            (ROWS, variant.key.value_dim),
-            (None, 0),
-        )
+        rows = x.arrays.out[None, None, work.tile.q_head, work.tile.batch]
+        rows = cute.domain_offset((work.span.q_start + work.span.first_row, 0), rows)
+        gOut = cute.local_tile(rows, (ROWS, variant.key.value_dim), (None, 0))
         tile_smem, tiles_gmem = primitives.tma_views(x.tma.out, sOut, gOut)
-        block = tile.q_block * variant.config.num_consumers + c.index
-        cute.copy(x.tma.out, tile_smem, tiles_gmem[None, block])
+        cute.copy(x.tma.out, tile_smem, tiles_gmem[None, c.index])
         cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def find_segment_keys(variant: cutlass.Constexpr, x: Context):
+    """Narrows the tile's keys to those whose segment lies in the range of its queries' segments.
+
+    All threads of the CTA share the scan; the result goes to ``smem.segment_keys``.
+    """
+    scalars, sequences = x.scalars, x.scalars.sequences
+    thread = cute.arch.thread_idx()[0]
+    threads, lane = variant.plan.threads, cute.arch.lane_idx()
+    tile, span = tiles.locate(sequences, tile_at(variant, x.order, Int32(0)), variant.config.block_q)
+    lowest, highest = Int32(0x7FFFFFFF), Int32(-0x80000000)
+    for i in cutlass.range_constexpr(ceil_div(variant.config.block_q, edges.WARP)):
+        row = cutlass.min(span.first_row + lane + i * edges.WARP, span.q_slot - 1)
+        base = tile.batch * sequences.q_len + span.q_start
+        segment = tiles.element(scalars.q_segments, base + cutlass.max(row, 0))
+        lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
+    lowest = cute.arch.warp_redux_sync(lowest, "min")
+    highest = cute.arch.warp_redux_sync(highest, "max")
+    first, end = span.kv_len, Int32(0)
+    base = tile.batch * sequences.kv_len + span.kv_start
+    for key in cutlass.range(thread, span.kv_len, threads, unroll=4):
+        segment = tiles.element(scalars.kv_segments, base + key)
+        if (segment >= lowest) & (segment <= highest):
+            first, end = cutlass.min(first, key), key + 1
+    first = cute.arch.warp_redux_sync(first, "min")
+    end = cute.arch.warp_redux_sync(end, "max")
+    if lane == 0:
+        cute.arch.atomic_min(x.smem.segment_keys.iterator, first, scope="cta")
+        cute.arch.atomic_max(x.smem.segment_keys.iterator + 1, end, scope="cta")
 
 
 @cute.kernel
@@ -415,39 +679,47 @@ def kernel(
     order: tiles.Order,
 ):
     """Device entry: shared memory, pipelines, dispatch of roles."""
-    plan, layouts = variant.plan, make_layouts(variant)
-    dtype = primitives.DTYPES[variant.key.dtype]
-    out_elements = 0 if variant.config.out_aliases_q else cute.cosize(layouts.out)
+    plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
 
     @cute.struct
     class Storage:
         q_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("q").stages]
         k_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("k").stages]
         v_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("v").stages]
+        scrub: cute.struct.MemRange[Int64, 1]
+        segment_keys: cute.struct.MemRange[Int32, 2]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
-        out: cute.struct.Align[cute.struct.MemRange[dtype, out_elements], 1024]
 
     storage = SmemAllocator().allocate(Storage)
+    smem = Smem(
+        q=primitives.smem_tensor(storage.q, layouts.q),
+        k=primitives.smem_tensor(storage.k, layouts.k),
+        v=primitives.smem_tensor(storage.v, layouts.v),
+        scrub=storage.scrub.data_ptr(),
+        segment_keys=storage.segment_keys.get_tensor(cute.make_layout(2)),
+    )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
         for atom in tma:
             cpasync.prefetch_descriptor(atom)
+        if const_expr(variant.is_general):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(smem.scrub, 1)
+                smem.segment_keys[0] = Int32(UNBOUNDED)
+                smem.segment_keys[1] = Int32(0)
     q_in, q_out = edges.make_edge(plan, "q", storage.q_barriers.data_ptr())
     k_in, k_out = edges.make_edge(plan, "k", storage.k_barriers.data_ptr())
     v_in, v_out = edges.make_edge(plan, "v", storage.v_barriers.data_ptr())
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
-    out_storage = storage.q if variant.config.out_aliases_q else storage.out
-    smem = Smem(
-        q=primitives.smem_tensor(storage.q, layouts.q),
-        k=primitives.smem_tensor(storage.k, layouts.k),
-        v=primitives.smem_tensor(storage.v, layouts.v),
-        out=primitives.smem_tensor(out_storage, layouts.out),
-    )
     x = Context(tma, arrays, scalars, order, smem)
+    if const_expr(variant.is_general):
+        if tiles.is_present(scalars.q_segments):
+            find_segment_keys(variant, x)
+            cute.arch.sync_threads()
     if warp < plan.role("attend").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
         if warp == 0:
@@ -474,7 +746,6 @@ def make_entry(key: KernelKey, config: FwdConfig):
 
     The entry's parameters are those of ``abi.FORWARD``.
     """
-    dtype = primitives.DTYPES[key.dtype]
     variant = Variant(key, config, forward_plan(key, config))
 
     @cute.jit
@@ -508,67 +779,92 @@ def make_entry(key: KernelKey, config: FwdConfig):
     ):
         layouts = make_layouts(variant)
         queries, keys = (batch, q_len, num_q_heads), (batch, kv_len, num_kv_heads)
-        q_rows, kv_rows = (ROWS, key.head_dim), (config.block_kv, key.head_dim)
-        out_rows, v_rows = (ROWS, key.value_dim), (config.block_kv, key.value_dim)
+        gOut = dense(out, queries, key.value_dim)
         one = (None, None, 0)
         tma_q, mQ = primitives.tma_load(
-            dense(q, queries, key.head_dim), cute.slice_(layouts.q, one), q_rows
+            dense(q, queries, key.head_dim),
+            cute.slice_(layouts.q, one),
+            (ROWS, key.head_dim),
         )
         tma_k, mK = primitives.tma_load(
-            dense(k, keys, key.head_dim), cute.slice_(layouts.k, one), kv_rows
+            dense(k, keys, key.head_dim),
+            cute.slice_(layouts.k, one),
+            (config.block_kv, key.head_dim),
         )
         tma_v, mV = primitives.tma_load(
-            dense(v, keys, key.value_dim), cute.slice_(layouts.v, one), v_rows
+            dense(v, keys, key.value_dim),
+            cute.slice_(layouts.v, one),
+            (config.block_kv, key.value_dim),
         )
-        tma_out, mOut = primitives.tma_store(
-            dense(out, queries, key.value_dim), cute.slice_(layouts.out, one), out_rows
-        )
+        tma_out, mOut = primitives.tma_store(gOut, layouts.out, (ROWS, key.value_dim))
+        lse_row = num_q_heads.to(Int64)
         mLse = cute.make_tensor(
             lse,
-            cute.make_layout(
-                (q_len, num_q_heads, batch),
-                stride=(num_q_heads.to(Int64), 1, num_q_heads.to(Int64) * q_len),
-            ),
+            cute.make_layout((q_len, num_q_heads, batch), stride=(lse_row, 1, lse_row * q_len)),
         )
         num_q_blocks = cute.ceil_div(q_len, config.block_q)
-        group = num_q_heads // num_kv_heads
+        if const_expr(variant.is_general):
+            if tiles.is_present(cu_seqlens_q):
+                # Each sequence, and what lies behind the last, may end in a partly filled block.
+                num_q_blocks = q_len // config.block_q + num_sequences + 1
         order = tiles.make_order(
             batch * num_q_heads,
             num_q_heads,
-            group,
+            num_q_heads // num_kv_heads,
             num_q_blocks,
-            kv_len * (2 * (key.head_dim + key.value_dim)) // group,
+            kv_len * (2 * (key.head_dim + key.value_dim)) // (num_q_heads // num_kv_heads),
             num_sms,
         )
-        scalars = Scalars(
-            q_len, kv_len, bottom_right * (kv_len - q_len), scale * softmax.LOG2_E, sinks
+        score_scale = scale
+        if const_expr(key.has_soft_cap):
+            score_scale = soft_cap
+        sequences = tiles.Sequences(
+            q_lengths,
+            kv_lengths,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            q_offset,
+            num_sequences,
+            q_len,
+            kv_len,
         )
+        scalars = Scalars(
+            sequences,
+            window_left,
+            window_right,
+            bottom_right,
+            scale / soft_cap * (2.0 * softmax.LOG2_E),
+            score_scale * softmax.LOG2_E,
+            sinks,
+            q_segments,
+            kv_segments,
+        )
+        num_ctas = order.num_heads * num_q_blocks
+        if const_expr(config.is_persistent):
+            num_ctas = cutlass.min(num_sms, num_ctas)
         kernel(
             variant,
             Tma(tma_q, tma_k, tma_v, tma_out),
-            Arrays(mQ, mK, mV, mOut, mLse),
+            Arrays(mQ, mK, mV, mOut, gOut, mLse),
             scalars,
             order,
         ).launch(
-            grid=(cutlass.min(num_sms, order.num_heads * num_q_blocks), 1, 1),
+            grid=(num_ctas, 1, 1),
             block=(variant.plan.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
 
-    return forward, fake_arguments(dtype)
+    return forward, fake_arguments(variant.dtype)
 
 
 def fake_arguments(dtype: type) -> tuple:
     """Stand-ins for the parameters of ``abi.FORWARD``, in its order."""
-    from jax_fa.kernels import abi
-
     element = {"lse": Float32, "sinks": Float32, **dict.fromkeys(("q", "k", "v", "out"), dtype)}
-    wide = {"q", "k", "v", "out"}
     arguments = []
     for name, kind in abi.FORWARD:
         if kind == "pointer":
-            align = abi.ALIGNMENT_BYTES if name in wide else 4
+            align = abi.ALIGNMENT_BYTES if element.get(name) is dtype else 4
             arguments.append(
                 nullptr(element.get(name, Int32), cute.AddressSpace.gmem, assumed_align=align)
             )

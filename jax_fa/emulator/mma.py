@@ -1,0 +1,94 @@
+"""Warp-level matrix instructions: ldmatrix, stmatrix and mma.sync."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from jax_fa.emulator.decode import Decoder
+from jax_fa.emulator.loadstore import address_reader, load_at, space_of, store_at
+from jax_fa.emulator.matrix import ELEMENT_BYTES
+from jax_fa.emulator.numerics import matrix_values
+from jax_fa.emulator.ptx import Instruction
+from jax_fa.emulator.registry import Modifiers, Run, effect
+from jax_fa.emulator.values import DTYPES, LANES, UNSIGNED
+from jax_fa.emulator.warp import Warp
+from jax_fa.emulator.wgmma import Accumulator, a_fragment
+
+_LANE = np.arange(LANES)
+_ROW, _QUAD = _LANE // 4, _LANE % 4
+
+
+@effect("ldmatrix.sync.aligned stmatrix.sync.aligned")
+def matrix_move(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+    """ldmatrix / stmatrix m8n8.xN{.trans}.b16: lane 8j+r addresses row r of matrix j."""
+    mods.need("m8n8")
+    count = int(mods.need("x1 x2 x4")[1:])
+    transposed = mods.take("trans") is not None
+    space = space_of(mods)
+    mods.drop("b16").done()
+    loads = ins.opcode.startswith("ldmatrix")
+    registers, address = ins.operands if loads else reversed(ins.operands)
+    at = address_reader(decoder, address, space)
+    parts = decoder.write_all(registers, "u4") if loads else decoder.read_all(registers, "u4")
+    if len(parts) != count:
+        raise mods.error(f"needs {count} registers")
+
+    def places(base: np.ndarray, matrix: int) -> list[np.ndarray]:
+        """Address of every lane's pair of elements, or of its two elements when transposed."""
+        dtype = base.dtype.type
+        if not transposed:
+            return [base[8 * matrix + _ROW] + (4 * _QUAD).astype(dtype)]
+        return [base[8 * matrix + 2 * _QUAD + e] + (2 * _ROW).astype(dtype) for e in (0, 1)]
+
+    def run(warp: Warp, mask: np.ndarray) -> None:
+        warp.need_full(mask, ins.opcode)
+        base = at(warp.slots)
+        for matrix, part in enumerate(parts):
+            where = places(base, matrix)
+            size = 4 // len(where)
+            if loads:
+                found = [load_at(warp, space, w, mask, size).astype(np.uint32) for w in where]
+                part(warp.slots, found[0] if len(found) == 1
+                     else found[0] | found[1] << np.uint32(16), mask)
+                continue
+            value = part(warp.slots)
+            for index, place in enumerate(where):
+                piece = (value >> np.uint32(16 * index)).astype(DTYPES[UNSIGNED[size]])
+                store_at(warp, space, place, piece, mask)
+        warp.machine.count(f"bytes {ins.opcode.split('.')[0]}", 4 * LANES * count)
+    return run
+
+
+def b_fragment(registers: list[np.ndarray], type_: str) -> np.ndarray:
+    """B registers of mma.sync -> (8, K) float32."""
+    size = ELEMENT_BYTES[type_]
+    bits = np.stack(registers).view(DTYPES[UNSIGNED[size]]).reshape(-1, 8, 4, 4 // size)
+    return matrix_values(bits.transpose(1, 0, 2, 3).reshape(8, -1), type_)
+
+
+@effect("mma.sync.aligned")
+def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+    """mma.sync.aligned.m16n8kK.row.col.D.A.B.C d, a, b, c."""
+    shape = mods.left.pop(0)
+    match = re.match(r"m16n8k(\d+)$", shape)
+    mods.take("kind::f8f6f4")
+    if match is None or not (mods.take("row") and mods.take("col")) or len(mods.left) != 4:
+        raise mods.error(f"shape {shape} or layout is not implemented")
+    d_type, a_type, b_type, c_type = mods.left
+    if {d_type, c_type} - {"f16", "f32"} or {a_type, b_type} - ELEMENT_BYTES.keys():
+        raise mods.error("types are not implemented")
+    d, a, b, c = ins.operands
+    result, addend = Accumulator(decoder, d, d_type, 8), Accumulator(decoder, c, c_type, 8)
+    a_reads, b_reads = decoder.read_all(a, "u4"), decoder.read_all(b, "u4")
+    depth = int(match.group(1))
+
+    def run(warp: Warp, mask: np.ndarray) -> None:
+        warp.need_full(mask, ins.opcode)
+        slots = warp.slots
+        a_values = a_fragment([r(slots) for r in a_reads], a_type)
+        b_values = b_fragment([r(slots) for r in b_reads], b_type)
+        result.store(slots, a_values @ b_values.T + addend.load(slots), mask)
+        warp.machine.count("flops mma.sync", 2 * 16 * 8 * depth)
+    return run

@@ -1,0 +1,52 @@
+"""emulate(): parse, decode, run, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+# Imported for their registrations: the instruction set is spread over these files.
+from jax_fa.emulator import alu, async_copy, lanes, loadstore, mma, sync, tcgen05, wgmma
+from jax_fa.emulator.decode import Program, decode
+from jax_fa.emulator.launch import Launch
+from jax_fa.emulator.machine import Machine, Options
+from jax_fa.emulator.memory import Memory
+from jax_fa.emulator.ptx import parse
+from jax_fa.emulator.report import Report
+
+INSTRUCTION_FILES = (alu, async_copy, lanes, loadstore, mma, sync, tcgen05, wgmma)
+
+
+@lru_cache(maxsize=64)
+def _program(ptx: str, kernel: str | None) -> Program:
+    return decode(parse(ptx).kernel(kernel))
+
+
+def emulate(ptx: str, launch: Launch, memory: Memory | Mapping[str, np.ndarray], *, seed: int = 0,
+            options: Options | None = None) -> Report:
+    """Runs one kernel launch; stores go into the registered buffers.
+
+    Args:
+      ptx: PTX text.
+      launch: grid, block, cluster, shared memory and raw parameter bytes. Addresses in the
+        parameters (and in TMA descriptors) are device addresses of registered buffers.
+      memory: the buffers, see Memory.add.
+      seed: of the scheduler; equal seeds give equal runs.
+      options: see Options.
+
+    Returns:
+      Counters.
+
+    Raises:
+      EmulationError: a subclass per kind of fault; the message names kernel, CTA, warp and line.
+      ValueError: launch and options contradict each other.
+    """
+    memory = memory if isinstance(memory, Memory) else Memory(memory)
+    program = _program(ptx, launch.kernel)
+    with np.errstate(all="ignore"):
+        machine = Machine(program, launch, memory, seed, options or Options())
+        machine.run()
+    return Report(machine.instructions, machine.counters, machine.waits, machine.registers,
+                  tuple(machine.findings), machine.notes)

@@ -1,0 +1,71 @@
+"""Hopper backward: who does what, over which data, in which memory. Read this first.
+
+One warpgroup loads with TMA. Two warpgroups own 64 keys each and keep dK and dV of them in
+registers while queries pass by. Scores are computed transposed, keys by queries, so that P and dS
+leave the accumulators in the very order in which dV += P^T dO and dK += dS^T Q want their A operand;
+only dQ = dS K, which sums over the keys of all consumers, needs dS in shared memory.
+"""
+
+from __future__ import annotations
+
+from jax_fa.config import BwdConfig, KernelKey
+from jax_fa.kernels.edges import WARPGROUP, Buffer, Edge, NamedBarrier, Plan, Role, check, ledger
+from jax_fa.kernels.sm90.plan import ELEMENT_BYTES, SMEM_CAPACITY_BYTES
+
+STAT_BYTES = 4
+DS_STAGES = 2
+"""Passing the barrier ``ds`` of one step means that every consumer's dQ of the step before has
+retired, so with two buffers dS may be written without asking."""
+
+
+def backward_plan(key: KernelKey, config: BwdConfig) -> Plan:
+    """The checked plan of the backward kernel for ``key`` under ``config``."""
+    consumers = config.num_consumers
+    k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES
+    v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
+    q_bytes = config.block_q * key.head_dim * ELEMENT_BYTES
+    dout_bytes = config.block_q * key.value_dim * ELEMENT_BYTES
+    stat_bytes = config.block_q * STAT_BYTES
+    ds_bytes = config.block_q * config.block_kv * ELEMENT_BYTES
+    q_stages, dout_stages = config.q_stages, config.dout_stages
+    q, dout = q_bytes + stat_bytes, dout_bytes + stat_bytes
+    plan = Plan(
+        roles=(
+            Role("load", range(0, 4), config.producer_registers),
+            Role("attend", range(4, 4 + 4 * consumers), config.consumer_registers),
+        ),
+        edges=(
+            Edge("k", "load", "attend", 1, k_bytes, "keys in smem", "last dQ of the tile retired"),
+            Edge("v", "load", "attend", 1, v_bytes, "values in smem", "last dP retired"),
+            Edge("q", "load", "attend", q_stages, q, "queries, lse2 in smem", "dK retired"),
+            Edge("dout", "load", "attend", dout_stages, dout, "dO, delta in smem", "dV retired"),
+        ),
+        buffers=(
+            Buffer("k", k_bytes),
+            Buffer("v", v_bytes),
+            Buffer("q", q_bytes * q_stages),
+            Buffer("dout", dout_bytes * dout_stages),
+            Buffer("ds", ds_bytes * DS_STAGES),
+            Buffer("lse2", stat_bytes * q_stages),
+            Buffer("delta", stat_bytes * dout_stages),
+        ),
+        barriers=(
+            NamedBarrier("ds", 1, consumers * WARPGROUP, "dS of all keys in smem"),
+            NamedBarrier("scrub", 2, consumers * WARPGROUP, "absent rows of a tile are zero"),
+        ),
+        smem_capacity_bytes=SMEM_CAPACITY_BYTES,
+    )
+    check(plan)
+    return plan
+
+
+def main() -> None:
+    """Prints the ledger of the default bfloat16 D = 128 kernel."""
+    from jax_fa.config import choose_backward
+
+    key = KernelKey("sm_90a", "bfloat16", 128, 128, "causal")
+    print(ledger(backward_plan(key, choose_backward(key))))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

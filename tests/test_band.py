@@ -1,0 +1,93 @@
+"""The band against a dense mask, exhaustively: rows, block ranges and the C++ twin."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jax_fa import _jax_fa
+from jax_fa.band import UNBOUNDED, Band, Window, ceil_div, key_range, kv_blocks, q_blocks
+
+LENGTHS = (0, 1, 2, 5, 8, 13)
+SIDES = (-3, -1, 0, 1, 4, UNBOUNDED)
+SHIFTS = (-7, -1, 0, 3, 9, 40)
+BLOCKS = ((1, 1), (2, 3), (4, 4), (8, 4), (4, 16))
+
+WINDOWS = [
+    Window(shift, left, right, q_len, kv_len)
+    for shift, left, right, q_len, kv_len in itertools.product(SHIFTS, SIDES, SIDES, LENGTHS, LENGTHS)
+]
+
+
+def dense(window):
+    """bool [q_len, kv_len] from the definition."""
+    beyond = np.arange(window.kv_len)[None, :] - (np.arange(window.q_len)[:, None] + window.shift)
+    return (-beyond <= window.left) & (beyond <= window.right)
+
+
+def mask_of(ranges, length):
+    columns = np.arange(length)
+    return np.array([(lo <= columns) & (columns < hi) for lo, hi in ranges]).reshape(-1, length)
+
+
+def test_key_range_of_every_row_is_its_dense_row():
+    for window in WINDOWS:
+        ranges = [key_range(window, row) for row in range(window.q_len)]
+        np.testing.assert_array_equal(mask_of(ranges, window.kv_len), dense(window), str(window))
+
+
+def test_cxx_twin_gives_the_same_keys_and_the_transposed_rows():
+    for window in WINDOWS:
+        rows = range(window.q_len)
+        assert [_jax_fa.keys_of(window, r) for r in rows] == [key_range(window, r) for r in rows]
+        ranges = [_jax_fa.rows_of(window, key) for key in range(window.kv_len)]
+        np.testing.assert_array_equal(mask_of(ranges, window.q_len), dense(window).T, str(window))
+
+
+def check_blocks(blocks, tile, step, window):
+    """``tile`` [steps of a loop] against a dense tile whose columns are walked in ``step``."""
+    assert blocks.start <= blocks.full_start <= blocks.full_end <= blocks.end, window
+    seen = np.flatnonzero(tile.any(0))
+    if len(seen):
+        assert blocks.start <= seen[0] // step and seen[-1] // step < blocks.end, window
+    for block in range(blocks.full_start, blocks.full_end):
+        assert tile[:, block * step : (block + 1) * step].all(), (window, block)
+
+
+@pytest.mark.parametrize(("block_q", "block_kv"), BLOCKS)
+def test_key_blocks_cover_what_is_visible_and_full_blocks_hold_nothing_else(block_q, block_kv):
+    for window in WINDOWS:
+        mask = dense(window)
+        for first in range(0, window.q_len, block_q):
+            blocks = kv_blocks(window, first, block_q, block_kv)
+            check_blocks(blocks, mask[first : first + block_q], block_kv, window)
+            assert blocks.full_end * block_kv <= window.kv_len or blocks.full_start == blocks.full_end
+
+
+@pytest.mark.parametrize(("block_q", "block_kv"), BLOCKS)
+def test_query_blocks_cover_what_is_visible_and_full_blocks_hold_nothing_else(block_q, block_kv):
+    for window in WINDOWS:
+        mask = dense(window).T
+        for first in range(0, window.kv_len, block_kv):
+            blocks = q_blocks(window, first, block_kv, block_q)
+            check_blocks(blocks, mask[first : first + block_kv], block_q, window)
+
+
+def test_blocks_outside_the_band_are_skipped():
+    window = Window(0, 10, 0, 1000, 1000)
+    blocks = kv_blocks(window, 512, 64, 64)
+    assert (blocks.start, blocks.end) == (502 // 64, 9)
+    blocks = q_blocks(window, 512, 64, 64)
+    assert (blocks.start, blocks.end) == (8, ceil_div(575 + 10 + 1, 64))
+
+
+def test_band_bounds():
+    assert Band().is_full and not Band(is_causal=True).is_full
+    assert Band(is_causal=True, right=5).right_bound == 0
+    assert Band(is_causal=True, right=-2).right_bound == -2
+    assert Band(left=3).right_bound == UNBOUNDED and Band(left=3).left_bound == 3
+
+
+@pytest.mark.parametrize(("alignment", "shift"), [("top_left", 7), ("bottom_right", 7 + 20 - 5)])
+def test_alignment_places_the_diagonal(alignment, shift):
+    assert Band(alignment=alignment).shift(5, 20, 7) == shift

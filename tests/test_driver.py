@@ -1,0 +1,190 @@
+"""The launch seam and the CUDA handlers, as far as a machine without a GPU can see them."""
+
+from dataclasses import replace
+
+import pytest
+
+from jax_fa import _jax_fa, variants
+from jax_fa.band import UNBOUNDED, Band
+from jax_fa.kernels import abi
+from jax_fa.problem import Problem, Semantics
+
+COMPILED = _jax_fa.variants()
+ARRAYS = (
+    "q",
+    "k",
+    "v",
+    "out",
+    "lse",
+    "dout",
+    "dlse",
+    "dq",
+    "dk",
+    "dv",
+    *(p.name for p in abi.SCRATCH),
+)
+# Multiples of what TMA descriptors ask for, and large enough not to be mistaken for extents.
+ADDRESSES = {name: 0x7F00_0000_0000 + 0x100_0000 * i for i, name in enumerate(ARRAYS)}
+MAX_SHARED_BYTES = 227 * 1024
+
+needs_kernels = pytest.mark.skipif(not COMPILED, reason="this build holds no GPU kernels")
+each_variant = pytest.mark.parametrize(
+    "variant", [variants.BY_NAME[name] for name in COMPILED], ids=lambda variant: variant.name
+)
+
+
+def problem_for(variant, **fields):
+    """A problem that ``variant`` serves."""
+    key = variant.key
+    band = {
+        "full": Band(),
+        "causal": Band(is_causal=True),
+        "general": Band(is_causal=True, left=200),
+    }[key.mask]
+    semantics = Semantics(0.1, band, soft_cap=20.0 if key.has_soft_cap else None)
+    base = Problem(
+        key.dtype, 2, 2, 1000, 1500, 8, 2, key.head_dim, key.value_dim, semantics=semantics
+    )
+    return replace(base, **fields)
+
+
+def call_for(problem, operation="fwd"):
+    """The fields of FwdParams or BwdParams for ``problem``, at addresses that nothing reads."""
+    semantics = problem.semantics
+    backward = {} if operation == "bwd" else dict.fromkeys(ARRAYS[5:])
+    return {
+        "dtype": problem.dtype,
+        "batch": problem.batch,
+        "num_sequences": problem.num_sequences,
+        "q_len": problem.q_len,
+        "kv_len": problem.kv_len,
+        "num_q_heads": problem.num_q_heads,
+        "num_kv_heads": problem.num_kv_heads,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "scale": semantics.scale,
+        "soft_cap": semantics.soft_cap or 0.0,
+        "window_left": semantics.band.left_bound,
+        "window_right": semantics.band.right_bound,
+        "bottom_right": semantics.band.alignment == "bottom_right",
+        "deterministic": semantics.deterministic,
+        **{name: address for name, address in ADDRESSES.items() if name not in backward},
+    }
+
+
+def record(variant, **changes):
+    arch = next(arch for arch in variants.ARCHS if arch.name == variant.arch)
+    (major, minor), *_ = arch.capabilities
+    call = {**call_for(problem_for(variant), variant.operation), **changes}
+    return _jax_fa.record(variant.operation, 10 * major + minor, call)
+
+
+def test_cuda_handlers_are_registered_with_a_stage_that_loads():
+    for stages in _jax_fa.registrations()["CUDA"].values():
+        assert set(stages) == {"initialize", "execute"}
+    assert set(_jax_fa.registrations()["CUDA"]) == set(_jax_fa.registrations()["cpu"])
+
+
+def test_every_compiled_variant_is_in_the_list():
+    assert set(COMPILED) <= set(variants.BY_NAME)
+    assert len(set(COMPILED)) == len(COMPILED)
+
+
+@needs_kernels
+@each_variant
+def test_recorded_launches_fit_the_hardware(variant):
+    launches = record(variant)["launches"]
+    assert launches
+    for launch in launches:
+        x, y, z = launch["grid"]
+        assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < z < 1 << 16
+        threads = launch["block"][0] * launch["block"][1] * launch["block"][2]
+        assert 0 < threads <= 1024 and threads % 32 == 0
+        assert 1 <= launch["cluster"][0] * launch["cluster"][1] * launch["cluster"][2] <= 16
+        assert launch["shared_bytes"] <= MAX_SHARED_BYTES
+        assert sum(map(len, launch["params"])) <= 4096
+
+
+@needs_kernels
+@each_variant
+def test_arrays_reach_the_kernels(variant):
+    """Descriptors and pointers both begin with an address."""
+    params = b"".join(p for launch in record(variant)["launches"] for p in launch["params"])
+    names = ("q", "k", "v", "out", "lse")
+    names = names if variant.operation == "fwd" else (*names[:3], "dout", "dq", "dk", "dv")
+    for name in names:
+        assert ADDRESSES[name].to_bytes(8, "little") in params, name
+
+
+@needs_kernels
+@each_variant
+def test_extents_reach_the_launch_at_run_time(variant):
+    """Nothing of the shape is compiled in, so a larger problem changes grid or parameters."""
+    assert record(variant) != record(variant, q_len=3000, kv_len=5000)
+
+
+@needs_kernels
+@each_variant
+def test_lookup_in_cxx_agrees_with_python(variant):
+    arch = next(arch for arch in variants.ARCHS if arch.name == variant.arch)
+    problem = problem_for(variant)
+    found = variants.find(problem, arch, variant.operation, COMPILED)
+    assert record(variant)["variant"] == variant.name == found.name
+
+
+@needs_kernels
+@pytest.mark.parametrize("left", [None, 0, 3])
+@pytest.mark.parametrize("right", [None, 0, 3])
+@pytest.mark.parametrize(
+    "extra", [None, "q_lengths", "kv_lengths", "cu_seqlens_q", "q_segments", "q_offset", "sinks"]
+)
+def test_mask_class_in_cxx_agrees_with_python(left, right, extra):
+    """What is not compiled is refused by both."""
+    field = {
+        "q_lengths": "has_lengths",
+        "kv_lengths": "has_lengths",
+        "cu_seqlens_q": "is_packed",
+        "q_segments": "has_segments",
+        "q_offset": "has_offset",
+        "sinks": "has_sinks",
+    }
+    variant = variants.BY_NAME[COMPILED[0]]
+    band = Band(left=left, right=right)
+    problem = problem_for(variant, semantics=Semantics(0.1, band))
+    if extra is not None:
+        problem = replace(problem, **{field[extra]: True})
+    call = call_for(problem, variant.operation) | ({extra: 0x1000} if extra else {})
+    arch = next(arch for arch in variants.ARCHS if arch.name == variant.arch)
+    found = variants.find(problem, arch, variant.operation, COMPILED)
+    (major, minor), *_ = arch.capabilities
+    if found is None:
+        with pytest.raises(ValueError, match=f"{variants.mask_class(problem)} mask"):
+            _jax_fa.record(variant.operation, 10 * major + minor, call)
+    else:
+        recorded = _jax_fa.record(variant.operation, 10 * major + minor, call)
+        assert recorded["variant"] == found.name
+
+
+@needs_kernels
+def test_a_refusal_names_what_was_asked_and_the_nearest():
+    variant = variants.BY_NAME[COMPILED[0]]
+    with pytest.raises(ValueError, match=r"D = 80.*Nearest of \d+ compiled: \w+"):
+        record(variant, head_dim=80)
+
+
+@needs_kernels
+def test_an_architecture_without_kernels_is_refused():
+    with pytest.raises(ValueError, match="no kernels are compiled for compute capability 75"):
+        _jax_fa.record("fwd", 75, call_for(problem_for(variants.BY_NAME[COMPILED[0]])))
+
+
+def test_a_misspelt_field_is_refused():
+    with pytest.raises(ValueError, match="fields that this operation does not"):
+        _jax_fa.record("fwd", 90, {"dtype": "bfloat16", "windowleft": UNBOUNDED})
+
+
+def test_unknown_operations_and_dtypes_are_refused():
+    with pytest.raises(ValueError, match="operation is 'both', not 'fwd' or 'bwd'"):
+        _jax_fa.record("both", 90, {})
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
+        _jax_fa.record("fwd", 90, {"dtype": "int8"})

@@ -1,0 +1,407 @@
+"""Bad inputs, with the class and the words of their errors."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fa
+from jax_fa import bindings, operations
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+Q, K, V = zeros(2, 6, 4, 8), zeros(2, 5, 2, 8), zeros(2, 5, 2, 8)
+IDS_Q, IDS_K = zeros(2, 6, dtype=jnp.int32), zeros(2, 5, dtype=jnp.int32)
+UNKNOWN_IMPLEMENTATION = (
+    "attention: implementation='flash' is unknown; use None or one of 'cpu', 'cuda', 'cudnn', 'xla'."
+)
+
+ARRAYS = [
+    (
+        "query of rank 5",
+        (zeros(1, 2, 6, 4, 8), K, V),
+        ValueError,
+        "attention: query should be [batch, length, heads, head size] or without batch, but has "
+        "shape (1, 2, 6, 4, 8). Fold several batch dimensions into one, or use vmap.",
+    ),
+    (
+        "batch differs",
+        (zeros(3, 6, 4, 8), K, V),
+        ValueError,
+        "attention: query should have shape [2, 6, 4, 8], but has [3, 6, 4, 8].",
+    ),
+    (
+        "head size differs",
+        (zeros(2, 6, 4, 16), K, V),
+        ValueError,
+        "attention: query should have shape [2, 6, 4, 8], but has [2, 6, 4, 16].",
+    ),
+    (
+        "value heads differ",
+        (Q, K, zeros(2, 5, 4, 8)),
+        ValueError,
+        "attention: value should have shape [2, 5, 2, 8], but has [2, 5, 4, 8].",
+    ),
+    (
+        "value length differs",
+        (Q, K, zeros(2, 6, 2, 8)),
+        ValueError,
+        "attention: value should have shape [2, 5, 2, 8], but has [2, 6, 2, 8].",
+    ),
+    (
+        "dtypes differ",
+        (Q.astype(jnp.bfloat16), K, V),
+        ValueError,
+        "attention: query should be float32, but is bfloat16.",
+    ),
+    (
+        "integers",
+        tuple(x.astype(jnp.int8) for x in (Q, K, V)),
+        NotImplementedError,
+        "attention: query, key and value are int8; use float32, bfloat16, float16 or float64.",
+    ),
+    (
+        "float8",
+        tuple(x.astype(jnp.float8_e4m3fn) for x in (Q, K, V)),
+        NotImplementedError,
+        "attention: query, key and value are float8_e4m3fn; use float32, bfloat16, float16 or "
+        "float64.",
+    ),
+    (
+        "heads do not divide",
+        (zeros(2, 6, 3, 8), K, V),
+        ValueError,
+        "attention: query has 3 heads and key 2; query heads must be a multiple of key/value heads.",
+    ),
+    (
+        "no head size",
+        (zeros(2, 6, 4, 0), zeros(2, 5, 2, 0), V),
+        ValueError,
+        "attention: head sizes must be positive, but are 0 and 8.",
+    ),
+]
+
+OPTIONS = [
+    (
+        {"query_seq_lengths": jnp.zeros(3, jnp.int32)},
+        ValueError,
+        "attention: query_seq_lengths should have shape [2], but has [3].",
+    ),
+    (
+        {"key_value_seq_lengths": jnp.zeros(2, jnp.int16)},
+        ValueError,
+        "attention: key_value_seq_lengths should be int32, but is int16.",
+    ),
+    (
+        {"mask": zeros(2, 4, 6, 5)},
+        ValueError,
+        "attention: mask should be bool (True takes part), but got float32. Give an additive mask as "
+        "bias.",
+    ),
+    (
+        {"mask": zeros(2, 3, 6, 5, dtype=bool)},
+        ValueError,
+        "attention: mask should broadcast to [B, N, T, S] = [2, 4, 6, 5], but has shape (2, 3, 6, 5).",
+    ),
+    (
+        {"bias": zeros(1, 2, 4, 6, 5)},
+        ValueError,
+        "attention: bias should broadcast to [B, N, T, S] = [2, 4, 6, 5], but has shape "
+        "(1, 2, 4, 6, 5).",
+    ),
+    (
+        {"query_segment_ids": IDS_Q},
+        ValueError,
+        "attention: query_segment_ids and key_value_segment_ids go together, but "
+        "key_value_segment_ids is missing.",
+    ),
+    (
+        {"key_value_segment_ids": IDS_K},
+        ValueError,
+        "attention: query_segment_ids and key_value_segment_ids go together, but query_segment_ids "
+        "is missing.",
+    ),
+    (
+        {"query_segment_ids": IDS_Q, "key_value_segment_ids": IDS_Q},
+        ValueError,
+        "attention: key_value_segment_ids should have shape [2, 5], but has [2, 6].",
+    ),
+    (
+        {"query_segment_ids": IDS_Q.astype(jnp.float32), "key_value_segment_ids": IDS_K},
+        ValueError,
+        "attention: query_segment_ids should be integers, but got float32.",
+    ),
+    (
+        {"logits_soft_cap": 0.0},
+        ValueError,
+        "attention: logits_soft_cap must be positive or None, but is 0.0.",
+    ),
+    (
+        {"logits_soft_cap": float("nan")},
+        ValueError,
+        "attention: logits_soft_cap must be positive or None, but is nan.",
+    ),
+    (
+        {"sinks": zeros(2)},
+        ValueError,
+        "attention: sinks should have shape [4], but has [2].",
+    ),
+    (
+        {"sinks": zeros(4, dtype=jnp.int32)},
+        ValueError,
+        "attention: sinks should be floating point, but got int32.",
+    ),
+    (
+        {"causal_alignment": "middle"},
+        ValueError,
+        "attention: causal_alignment='middle' is unknown; use 'top_left' or 'bottom_right'.",
+    ),
+    (
+        {"query_offset": 0.5},
+        ValueError,
+        "attention: query_offset should be an integer, but got float32.",
+    ),
+    (
+        {"query_offset": jnp.zeros(3, jnp.int32)},
+        ValueError,
+        "attention: query_offset should be a scalar or have one entry per sequence (2), but has "
+        "shape (3,).",
+    ),
+    (
+        {"local_window_size": (1, 2, 3)},
+        ValueError,
+        "attention: local_window_size should be w or (left, right), but is (1, 2, 3).",
+    ),
+    ({"implementation": "flash"}, ValueError, UNKNOWN_IMPLEMENTATION),
+    (
+        {"implementation": "cpu", "mask": zeros(2, 4, 6, 5, dtype=bool)},
+        NotImplementedError,
+        "attention: implementation='cpu' does not serve this call: a dense mask or bias is a T x S "
+        "array already, and runs unfused. Use implementation=None or 'xla'.",
+    ),
+    (
+        {"implementation": "cuda"},
+        NotImplementedError,
+        "attention: implementation='cuda' was asked for, but the computation is lowered for platform "
+        "'cpu'. Use implementation=None (chooses at lowering), or 'xla', which runs everywhere.",
+    ),
+    (
+        {"implementation": "cudnn", "logits_soft_cap": 1.0, "sinks": zeros(4)},
+        NotImplementedError,
+        "attention: implementation='cudnn' delegates to jax.nn.dot_product_attention, which has no "
+        "logits_soft_cap, sinks. Use implementation=None.",
+    ),
+]
+
+
+def error_of(call):
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize(("qkv", "kind", "words"), [a[1:] for a in ARRAYS], ids=[a[0] for a in ARRAYS])
+def test_bad_arrays_are_refused(qkv, kind, words):
+    assert error_of(lambda: jax_fa.attention(*qkv)) == (kind, words)
+
+
+@pytest.mark.parametrize(("options", "kind", "words"), OPTIONS, ids=lambda x: "+".join(x) if isinstance(x, dict) else "")
+def test_bad_options_are_refused(options, kind, words):
+    assert error_of(lambda: jax_fa.attention(Q, K, V, **options)) == (kind, words)
+
+
+@pytest.mark.parametrize("name", ["attention_with_lse", "forward", "explain"])
+def test_unknown_keyword_is_refused_with_the_known_ones(name):
+    kind, words = error_of(lambda: getattr(jax_fa, name)(Q, K, V, causal=True))
+    assert kind is TypeError
+    assert words.startswith("attention: unknown keyword 'causal'; known are bias, mask, scale, ")
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "query_seq_lengths", "key_value_seq_lengths"])
+def test_dense_keywords_do_not_apply_to_packed_sequences(name):
+    cu = jnp.array([0, 5], jnp.int32)
+    kind, words = error_of(
+        lambda: jax_fa.attention_varlen(K[0], K[0], V[0], cu, cu, **{name: zeros(1)})
+    )
+    assert kind is TypeError
+    assert words == (
+        f"attention: {name} does not apply to this function; use seqused_q, seqused_k and segment ids."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"query": K},
+            "attention_varlen: query should be [total, heads, head size], but has shape (2, 5, 2, 8).",
+        ),
+        (
+            {"cu_seqlens_q": jnp.zeros((1, 2), jnp.int32)},
+            "attention_varlen: cu_seqlens_q should be int32 [M + 1], but has shape (1, 2).",
+        ),
+        (
+            {"cu_seqlens_k": jnp.zeros(3, jnp.int32)},
+            "attention: cu_seqlens_k should have shape [2], but has [3].",
+        ),
+        (
+            {"cu_seqlens_k": jnp.zeros(2, jnp.float32)},
+            "attention: cu_seqlens_k should be int32, but is float32.",
+        ),
+        (
+            {"seqused_k": jnp.zeros(3, jnp.int32)},
+            "attention: seqused_k should have shape [1], but has [3].",
+        ),
+    ],
+)
+def test_bad_packed_arguments_are_refused(change, words):
+    cu = jnp.array([0, 5], jnp.int32)
+    given = {"query": K[0], "key": K[0], "value": V[0], "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    call = lambda: jax_fa.attention_varlen(**{**given, **change})  # noqa: E731
+    assert error_of(call) == (ValueError, words)
+
+
+def test_operations_alone_take_no_mask():
+    kind, words = error_of(lambda: jax_fa.forward(Q, K, V, mask=zeros(2, 4, 6, 5, dtype=bool)))
+    assert kind is NotImplementedError
+    assert words == (
+        "attention: forward is the kernel operation alone, and a dense mask or bias is a T x S array "
+        "already, and runs unfused. Use jax_fa.attention."
+    )
+
+
+@pytest.mark.parametrize("name", ["attention_with_lse", "forward"])
+def test_cudnn_serves_attention_alone(name):
+    kind, words = error_of(lambda: getattr(jax_fa, name)(Q, K, V, implementation="cudnn"))
+    assert kind is NotImplementedError
+    assert words == (
+        "attention: implementation='cudnn' is jax.nn.dot_product_attention and serves "
+        "jax_fa.attention alone. Use implementation=None."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lse": zeros(2, 6, 2)}, "attention: lse should have shape [2, 6, 4], but has [2, 6, 2]."),
+        (
+            {"lse": zeros(2, 6, 4, dtype=jnp.bfloat16)},
+            "attention: lse should be float32, but is bfloat16.",
+        ),
+        ({"dout": zeros(2, 6, 4, 9)}, "attention: dout should have shape [2, 6, 4, 8], but has [2, 6, 4, 9]."),
+    ],
+)
+def test_backward_checks_what_the_forward_gave(change, words):
+    given = {"out": Q, "lse": zeros(2, 6, 4), "dout": Q, **change}
+    assert error_of(lambda: jax_fa.backward(Q, K, V, **given)) == (ValueError, words)
+
+
+NO_DERIVATIVE = (
+    "attention: the fused kernels have one derivative, in reverse mode (jax.grad, jax.vjp). For "
+    "forward mode (jax.jvp, jax.jacfwd) and for derivatives of derivatives (jax.hessian) use "
+    "implementation='xla', which differentiates any number of times in any mode."
+)
+
+
+def scalar(q, implementation=None):
+    return jnp.sum(jax_fa.attention(q, K, V, implementation=implementation) ** 2)
+
+
+DERIVATIVES = {
+    "jvp": lambda f: jax.jvp(f, (Q,), (Q,)),
+    "jvp under jit": lambda f: jax.jit(lambda q: jax.jvp(f, (q,), (q,)))(Q),
+    "jacfwd": lambda f: jax.jacfwd(f)(Q),
+    "hessian": lambda f: jax.hessian(f)(Q),
+    "grad of grad": lambda f: jax.grad(lambda q: jnp.sum(jax.grad(f)(q) ** 2))(Q),
+    "hessian-vector product": lambda f: jax.jvp(jax.grad(f), (Q,), (Q,)),
+    "linearize": lambda f: jax.linearize(f, Q)[1](Q),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_derivative_that_does_not_exist_says_what_to_do(derivative):
+    assert error_of(lambda: derivative(scalar)) == (NotImplementedError, NO_DERIVATIVE)
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_what_the_error_recommends_works(derivative):
+    derivative(lambda q: scalar(q[:1, :1], "xla") if False else scalar(q, "xla"))
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_operations_alone_have_no_derivative(name):
+    def operation(q):
+        more = () if name == "forward" else (Q, zeros(2, 6, 4), Q)
+        return jnp.sum(getattr(jax_fa, name)(q, K, V, *more)[0])
+
+    assert error_of(lambda: jax.grad(operation)(Q)) == (NotImplementedError, NO_DERIVATIVE)
+
+
+def test_extension_of_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr(bindings, "EXTENSION_VERSION", 10**6)
+    kind, words = error_of(bindings.register)
+    assert kind is ImportError
+    assert words.endswith(
+        "this package needs version 1000000. Reinstall jax_fa so that both come from one build."
+    )
+
+
+# Fallbacks are visible, and say why.
+
+
+def lowered_for_cuda(**options):
+    attend = jax.jit(lambda q: jax_fa.attention(q, K, V, **options))
+    return attend.trace(Q).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_fallback_warns_once_per_reason():
+    with pytest.warns(jax_fa.FallbackWarning, match="this build holds no GPU kernels") as record:
+        lowered_for_cuda()
+        jax.clear_caches()
+        lowered_for_cuda()
+    assert len(record) == 1
+    assert "builds the 6 x 5 score matrix" in str(record[0].message)
+
+
+def test_reference_that_was_asked_for_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered_for_cuda(implementation="xla")
+    assert not operations._warned
+
+
+def test_explain_tells_what_would_run():
+    shape = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)
+    on_cpu = jax_fa.explain(shape, shape, shape, platform="cpu", is_causal=True)
+    assert (on_cpu.choice.implementation, on_cpu.choice.is_fallback) == ("cpu", False)
+    on_gpu = jax_fa.explain(shape, shape, shape, platform="gpu")
+    assert on_gpu.platform == "cuda"
+    masked = jax_fa.explain(
+        shape, shape, shape, platform="cpu", mask=jax.ShapeDtypeStruct((1, 1, 128, 128), bool)
+    )
+    assert masked.choice.implementation == "xla" and "dense mask" in str(masked)
+    assert "float64" in str(jax_fa.explain(Q, K, V, platform="tpu")) or jax_fa.explain(
+        Q, K, V, platform="tpu"
+    ).choice.implementation == "xla"
+
+
+def test_explain_refuses_what_attention_refuses():
+    with pytest.raises(ValueError, match="go together"):
+        jax_fa.explain(Q, K, V, query_segment_ids=IDS_Q)
+    with pytest.raises(NotImplementedError, match="implementation='cuda'"):
+        jax_fa.explain(Q, K, V, platform="cpu", implementation="cuda")
+
+
+def test_float64_runs_unfused_and_exact():
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).standard_normal((1, 5, 2, 8))
+        out, lse = jax_fa.attention_with_lse(x, x, x)
+        assert out.dtype == jnp.float64
+        assert "not float64" in str(jax_fa.explain(x, x, x, platform="cpu"))
+        with pytest.raises(NotImplementedError, match="not float64"):
+            jax_fa.attention(x, x, x, implementation="cpu")
