@@ -9,6 +9,9 @@
 //   others:   -DJAX_FA_ISA=portable
 //   all:      -std=c++17 -O3 -ffp-contract=fast, never -ffast-math (NaN and infinities matter)
 //
+// A compiler optimises each object for its own machine, so every function here has internal linkage
+// (attention_cpu_kernels.h says why).
+//
 // One row per lane
 // ----------------
 // A tile holds some rows of one side, the queries or the keys, as panels of kPanel rows: row i sits
@@ -23,7 +26,8 @@
 // lane, with no reduction across lanes. The forward keeps queries in the lanes. The backward runs
 // twice over the same code: queries in the lanes give dQ, keys in the lanes give dK and dV. That
 // costs 7 products instead of the 5 of a fused backward, and buys sums that live in one tile: no
-// atomics, no partial gradients in memory, and the same bits with any number of threads.
+// atomics, no partial gradients in memory, as many tasks as tiles, and the same bits with any
+// number of threads.
 //
 // Inside, logits are in base 2. For grouped heads the query side is "packed": its row r is token
 // r / group, head r % group of the group, so that a kv head is read once for its whole group.
@@ -218,7 +222,13 @@ struct Arena {
 };
 
 void LoadBlock(Array array, DType dtype, const Side& side, const Block& block, float* to) {
+  // Rows of one head lie far apart, which hardware prefetchers do not follow.
+  constexpr int64_t kRowsAhead = 16;
+  const int64_t row_bytes = array.width * BytesOf(dtype);
   for (int64_t i = 0; i < block.count; ++i) {
+    const int64_t ahead = Min(block.first + i + kRowsAhead, side.count - 1);
+    const char* next = static_cast<const char*>(array.data) + side.FlatRow(ahead) * row_bytes;
+    for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(next + byte);
     LoadRow(array.data, dtype, side.FlatRow(block.first + i), array.width, to + i * array.width);
   }
 }
@@ -240,6 +250,10 @@ void StorePanel(const float* panel, const float* scale, DType dtype, const Side&
     for (int64_t d = 0; d < array.width; ++d) row[d] = panel[d * kPanel + i] * scale[i];
     StoreRow(row, dtype, side.FlatRow(band.first + i), array.width, array.data);
   }
+}
+
+void Fill(float x, float* lanes) {
+  for (int i = 0; i < kPanel; ++i) lanes[i] = x;
 }
 
 // ---- Logits and sums ----------------------------------------------------------------------------
@@ -333,7 +347,7 @@ struct ForwardPanel {
   float* out;  // (Dv, lane), before the division by the sum
 };
 
-void Finish(const FwdParams& params, const Side& side, ForwardPanel& panel, float* row) {
+void Finish(const FwdParams& params, const Side& side, const ForwardPanel& panel, float* row) {
   float inverse[kPanel];
   for (int64_t i = 0; i < panel.band.count; ++i) {
     const float sum = panel.softmax.sum[i];
@@ -436,9 +450,7 @@ void Delta(const BwdParams& params, const Sequence& sequence, int64_t head, floa
     const int64_t row = (sequence.q_first + i) * problem.num_q_heads + head;
     LoadRow(params.out, problem.dtype, row, width, out);
     LoadRow(params.dout, problem.dtype, row, width, dout);
-    float dot = 0.0f;
-    for (int64_t d = 0; d < width; ++d) dot += out[d] * dout[d];
-    delta[row] = dot - (params.dlse ? params.dlse[row] : 0.0f);
+    delta[row] = Dot(out, dout, width) - (params.dlse ? params.dlse[row] : 0.0f);
     // lse = -inf: even the sink is -inf, and its share is 0.
     if (params.extras.sinks && params.lse[row] != -kInf) {
       dsink -= expf(params.extras.sinks[sink] - params.lse[row]) * delta[row];
@@ -504,6 +516,21 @@ struct BackwardPanel {
   float* dy;  // (Dv, lane): dv, with keys in the lanes
 };
 
+template <Lanes kLanesAre>
+void Finish(const BwdParams& params, const Side& side, const BackwardPanel& panel, float* row) {
+  constexpr bool kKeyLanes = kLanesAre == Lanes::kKeys;
+  const Problem& problem = params.problem;
+  float scale[kPanel];
+  Fill(problem.scale, scale);
+  const Array dx = {kKeyLanes ? params.dk : params.dq, problem.head_dim};
+  StorePanel(panel.dx, scale, problem.dtype, side, panel.band, row, dx);
+  if (kKeyLanes) {
+    Fill(1.0f, scale);
+    const Array dv = {params.dv, problem.value_dim};
+    StorePanel(panel.dy, scale, problem.dtype, side, panel.band, row, dv);
+  }
+}
+
 // Queries in the lanes: x, y = q, dout of the tile; keys are walked; writes dq.
 // Keys in the lanes: x, y = k, v of the tile; packed query rows are walked; writes dk and dv.
 template <Lanes kLanesAre>
@@ -531,11 +558,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
   float block_delta[kBlock];
   int32_t segments[kBlock];
   float ones[kPanel];
-  float dx_scale[kPanel];
-  for (int i = 0; i < kPanel; ++i) {
-    ones[i] = 1.0f;
-    dx_scale[i] = problem.scale;
-  }
+  Fill(1.0f, ones);
 
   BackwardPanel panels[kMaxPanels];
   int64_t num_panels = 0;
@@ -553,7 +576,8 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
     memset(panel.dx, 0, q.width * kPanel * sizeof(float));
     if (kKeyLanes) memset(panel.dy, 0, v.width * kPanel * sizeof(float));
     if (!kKeyLanes) {
-      for (int i = 0; i < kPanel; ++i) panel.lse[i] = panel.delta[i] = 0.0f;
+      Fill(0.0f, panel.lse);
+      Fill(0.0f, panel.delta);
       LoadStats(params, delta, side, first, panel.band.count, {panel.lse, panel.delta});
     }
     visible = {Min(visible.lo, panel.band.any.lo), Max(visible.hi, panel.band.any.hi)};
@@ -594,14 +618,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
     }
   }
 
-  for (int64_t i = 0; i < num_panels; ++i) {
-    const Band& band = panels[i].band;
-    const Array dx = {kKeyLanes ? params.dk : params.dq, problem.head_dim};
-    StorePanel(panels[i].dx, dx_scale, dtype, side, band, row, dx);
-    if (kKeyLanes) {
-      StorePanel(panels[i].dy, ones, dtype, side, band, row, {params.dv, problem.value_dim});
-    }
-  }
+  for (int64_t i = 0; i < num_panels; ++i) Finish<kLanesAre>(params, side, panels[i], row);
 }
 
 }  // namespace

@@ -132,22 +132,14 @@ inline Vu FloatToHalf(Vf x) {
   return bits | ((Vu)x & 0x80000000u) >> 16;
 }
 
-// Up to kLanes elements of 2 bytes.
-inline Vf LoadHalves(const char* from, DType dtype, int64_t count) {
-  Vh raw = {};
-  if (count == kLanes) {
-    __builtin_memcpy(&raw, from, sizeof(raw));
-  } else {
-    __builtin_memcpy(&raw, from, count * sizeof(raw[0]));
-  }
+inline Vf Widen(Vh raw, DType dtype) {
   const Vu wide = __builtin_convertvector(raw, Vu);
   return dtype == DType::kBF16 ? Bf16ToFloat(wide) : HalfToFloat(wide);
 }
 
-inline void StoreHalves(Vf x, DType dtype, int64_t count, char* to) {
+inline Vh Narrow(Vf x, DType dtype) {
   const Vu wide = dtype == DType::kBF16 ? FloatToBf16(x) : FloatToHalf(x);
-  const Vh raw = __builtin_convertvector(wide, Vh);
-  __builtin_memcpy(to, &raw, count * sizeof(raw[0]));
+  return __builtin_convertvector(wide, Vh);
 }
 
 // Row `row` of a matrix [rows, width] of any element type, as float32.
@@ -158,10 +150,16 @@ inline void LoadRow(const void* matrix, DType dtype, int64_t row, int64_t width,
     return;
   }
   int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) Store(to + i, LoadHalves(from + 2 * i, dtype, kLanes));
+  for (; i + kLanes <= width; i += kLanes) {
+    Vh raw;
+    __builtin_memcpy(&raw, from + 2 * i, sizeof(raw));
+    Store(to + i, Widen(raw, dtype));
+  }
   if (i < width) {
-    const Vf tail = LoadHalves(from + 2 * i, dtype, width - i);
-    __builtin_memcpy(to + i, &tail, (width - i) * sizeof(float));
+    Vh raw = {};
+    __builtin_memcpy(&raw, from + 2 * i, 2 * (width - i));
+    const Vf tail = Widen(raw, dtype);
+    __builtin_memcpy(to + i, &tail, sizeof(float) * (width - i));
   }
 }
 
@@ -172,21 +170,39 @@ inline void StoreRow(const float* from, DType dtype, int64_t row, int64_t width,
     return;
   }
   int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) StoreHalves(Load(from + i), dtype, kLanes, to + 2 * i);
+  for (; i + kLanes <= width; i += kLanes) {
+    const Vh raw = Narrow(Load(from + i), dtype);
+    __builtin_memcpy(to + 2 * i, &raw, sizeof(raw));
+  }
   if (i < width) {
     Vf tail = {};
-    __builtin_memcpy(&tail, from + i, (width - i) * sizeof(float));
-    StoreHalves(tail, dtype, width - i, to + 2 * i);
+    __builtin_memcpy(&tail, from + i, sizeof(float) * (width - i));
+    const Vh raw = Narrow(tail, dtype);
+    __builtin_memcpy(to + 2 * i, &raw, 2 * (width - i));
   }
+}
+
+inline float SumOfLanes(Vf x) {
+  float sum = 0.0f;
+  for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
+  return sum;
+}
+
+inline float Dot(const float* a, const float* b, int64_t count) {
+  Vf sums = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) sums += Load(a + i) * Load(b + i);
+  float sum = SumOfLanes(sums);
+  for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
 }
 
 inline bool AllFinite(const float* x, int64_t count) {
   Vf poison = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) poison += Load(x + i) * 0.0f;
-  float sum = 0.0f;
+  float sum = SumOfLanes(poison);
   for (; i < count; ++i) sum += x[i] * 0.0f;
-  for (int lane = 0; lane < kLanes; ++lane) sum += poison[lane];
   return sum == 0.0f;
 }
 

@@ -177,7 +177,8 @@ class Session {
  public:
   // Driver mode on `device` (a CUdevice), or record mode into `launches`.
   Session(const Object& object, int32_t device) : object(object), device(device) { Enter(); }
-  Session(const Object& object, std::vector<Launch>* launches) : object(object), launches(launches) {
+  Session(const Object& object, std::vector<Launch>* launches)
+      : object(object), launches(launches) {
     Enter();
   }
   ~Session() { current_ = outer_; }
@@ -283,9 +284,9 @@ Failure QueryDevice(int32_t ordinal, void* stream, Device* device) {
     const CurrentContext context(stream);
     if (context.failure().has_value()) return context.failure();
     int32_t major = 0, minor = 0, num_sms = 0;
-    for (const auto& [attribute, value] : {std::pair{kCapabilityMajor, &major},
-                                           std::pair{kCapabilityMinor, &minor},
-                                           std::pair{kMultiprocessorCount, &num_sms}}) {
+    for (const auto& [attribute, value] :
+         {std::pair{kCapabilityMajor, &major}, std::pair{kCapabilityMinor, &minor},
+          std::pair{kMultiprocessorCount, &num_sms}}) {
       const Result result = cuda.DeviceGetAttribute(value, attribute, context.device());
       if (result != kSuccess) return Describe("cuDeviceGetAttribute", result);
     }
@@ -320,7 +321,7 @@ Failure Call(const Object& object, int32_t ordinal, Arguments* arguments) {
     return std::string(object.name) + ": not loaded on device " + std::to_string(ordinal) +
            "; XLA runs the initialize stage before the execute stage";
   }
-  Session session(object, ordinal);
+  Session session(object, ordinal);  // launching asks for no device
   return session.Run(arguments);
 }
 
@@ -371,7 +372,8 @@ Result LaunchNow(const RuntimeLaunchConfig& config, const KernelHandle& handle, 
   return Cuda::Get().LaunchKernelEx(&launch, handle.kernel, arguments, nullptr);
 }
 
-Launch Recorded(const RuntimeLaunchConfig& config, const KernelSignature& kernel, void** arguments) {
+Launch Recorded(const RuntimeLaunchConfig& config, const KernelSignature& kernel,
+                void** arguments) {
   Launch launch{};
   launch.kernel = kernel.name;
   std::memcpy(launch.grid, config.grid, sizeof launch.grid);
@@ -422,8 +424,8 @@ int32_t _cudaLibraryGetKernel(void** kernel, void*, const char* name) {
   jax_fa::ObjectState& state = session->object.state;
   const jax_fa::Cuda& cuda = jax_fa::Cuda::Get();
   if (state.library == nullptr) {
-    const int32_t result = cuda.LibraryLoadData(&state.library, state.image, nullptr, nullptr, 0,
-                                                nullptr, nullptr, 0);
+    const int32_t result =
+        cuda.LibraryLoadData(&state.library, state.image, nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (session->Check("cuLibraryLoadData", result) != jax_fa::kSuccess) return result;
   }
   return session->Check("cuLibraryGetKernel",
@@ -441,8 +443,8 @@ int32_t _cudaDeviceGetAttribute(int32_t* value, int32_t attribute, int32_t devic
   Session* session = Session::Current();
   if (session == nullptr) return jax_fa::kNotInitialized;
   if (!session->is_recording()) {
-    return session->Check("cuDeviceGetAttribute", jax_fa::Cuda::Get().DeviceGetAttribute(
-                                                      value, attribute, device));
+    return session->Check("cuDeviceGetAttribute",
+                          jax_fa::Cuda::Get().DeviceGetAttribute(value, attribute, device));
   }
   switch (attribute) {
     case jax_fa::kMaxSharedBytesPerBlock:

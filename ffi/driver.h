@@ -1,8 +1,8 @@
 // The launch seam: the only implementer of the CUDA functions that compiled objects call.
 //
 // Driver mode forwards to libcuda.so.1, found at run time, so that this library loads on machines
-// without CUDA. Record mode stores launches instead and needs no GPU. The mode belongs to a call, not
-// to the process: recording in one thread leaves launches of another alone.
+// without CUDA. Record mode stores launches instead and needs no GPU. The mode belongs to a call,
+// not to the process: recording in one thread leaves launches of another alone.
 #ifndef JAX_FA_DRIVER_H_
 #define JAX_FA_DRIVER_H_
 
@@ -33,16 +33,16 @@ struct KernelHandle {
 
 // What the seam remembers of an object. Written under a lock, but for `devices`.
 struct ObjectState {
-  const void* image = nullptr;        // the device code in the object
-  void* library = nullptr;            // CUlibrary; null until loaded in driver mode
-  std::deque<KernelHandle> handles;   // addresses stay valid: the object keeps them
-  bool is_linked = false;             // the object holds its handles
-  std::atomic<uint64_t> devices{0};   // bit i: ready to launch on the device of ordinal i
+  const void* image = nullptr;       // the device code in the object
+  void* library = nullptr;           // CUlibrary; null until loaded in driver mode
+  std::deque<KernelHandle> handles;  // addresses stay valid: the object keeps them
+  bool is_linked = false;            // the object holds its handles
+  std::atomic<uint64_t> devices{0};  // bit i: ready to launch on the device of ordinal i
 };
 
 // A compiled object: the functions that the exporter gives it, each taking an array of addresses.
 struct Object {
-  const char* name;                      // of the variant
+  const char* name;                          // of the variant
   void (*init)(void** arguments);            // library, status
   void (*load_to_device)(void** arguments);  // library, device, status
   void (*call)(void** arguments, int32_t count);
@@ -92,7 +92,7 @@ struct Launch {
   uint32_t cluster[3];
   uint64_t shared_bytes;  // dynamic
   bool is_cooperative;
-  bool is_programmatic;  // may start before the previous kernel ends
+  bool is_programmatic;             // may start before the previous kernel ends
   std::vector<std::string> params;  // raw bytes; padding inside them is arbitrary
 };
 

@@ -72,7 +72,8 @@ void LoadToDevice(void** arguments) {
 void CallObject(void** arguments, int32_t count) {
   int32_t* status = static_cast<int32_t*>(arguments[count - 1]);
   Attribute attributes[2] = {{4, 0, {2, 1, 1}}, {6, 0, {1}}};
-  Config config = {{8, 2, 1}, {384, 1, 1}, 200000, *static_cast<void**>(arguments[2]), attributes, 2};
+  Config config = {{8, 2, 1}, {384, 1, 1}, 200000, *static_cast<void**>(arguments[2]), attributes,
+                   2};
   void* params[] = {arguments[0], arguments[1]};
   if ((*status = _cudaLaunchKernelEx(&config, kernels[0], params))) return;
   config.num_attributes = 0;
@@ -81,7 +82,8 @@ void CallObject(void** arguments, int32_t count) {
 
 constexpr int32_t kFirstParams[] = {8, 4};
 constexpr int32_t kSecondParams[] = {4};
-constexpr KernelSignature kSignatures[] = {{"first", kFirstParams, 2}, {"second", kSecondParams, 1}};
+constexpr KernelSignature kSignatures[] = {{"first", kFirstParams, 2},
+                                           {"second", kSecondParams, 1}};
 const Object kObject = {"object", Init, LoadToDevice, CallObject, kSignatures, 2};
 const Object kNamesUnknownKernel = {"unknown", Init, LoadToDevice, CallObject, kSignatures, 1};
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "arguments.h"
 #include "driver.h"
@@ -40,47 +41,46 @@ ffi::Error Internal(const Failure& failure) {
   return ffi::Error(ffi::ErrorCode::kInternal, "jax_fa: " + *failure);
 }
 
-// Kernels count in 32 bits, and take kUnbounded for more than any length.
+// Kernels count in 32 bits and take kUnbounded for more than any length. TMA descriptors describe
+// no empty arrays: a kernel that prefetches one with an extent of 0 dies of an illegal instruction.
 ffi::Error CheckExtents(const Problem& p) {
   const struct {
     const char* name;
     int64_t value;
   } extents[] = {
-      {"batch", p.batch},         {"number of sequences", p.num_sequences},
-      {"query length", p.q_len},  {"key length", p.kv_len},
-      {"query heads", p.num_q_heads}, {"key/value heads", p.num_kv_heads},
+      {"batch", p.batch},
+      {"number of sequences", p.num_sequences},
+      {"query length", p.q_len},
+      {"key length", p.kv_len},
+      {"query heads", p.num_q_heads},
+      {"key/value heads", p.num_kv_heads},
       {"batch times query heads", p.batch * p.num_q_heads},
   };
   for (const auto& extent : extents) {
-    if (extent.value < 0 || extent.value >= kUnbounded) {
+    if (extent.value < 1 || extent.value >= kUnbounded) {
       return Unimplemented(std::string(extent.name) + " is " + std::to_string(extent.value) +
-                           "; GPU kernels take less than " + std::to_string(kUnbounded));
+                           "; GPU kernels take 1 to " + std::to_string(kUnbounded - 1));
     }
   }
   return ffi::Error::Success();
 }
 
+// The arrays that TMA descriptors point at.
+std::vector<const void*> TmaArrays(const FwdParams& p) { return {p.q, p.k, p.v, p.out}; }
+
+std::vector<const void*> TmaArrays(const BwdParams& p) {
+  return {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv};
+}
+
 template <typename Params>
 ffi::Error CheckAlignment(const Params& params) {
-  const void* const arrays[] = {params.q, params.k, params.v, params.out};
-  for (const void* array : arrays) {
+  for (const void* array : TmaArrays(params)) {
     if (reinterpret_cast<uintptr_t>(array) % kAlignment != 0) {
       return Unimplemented("an array starts at an address that is no multiple of " +
                            std::to_string(kAlignment) + " bytes");
     }
   }
   return ffi::Error::Success();
-}
-
-// A grid without blocks cannot be launched. (Without keys there is still an output to write.)
-bool HasNothingToWrite(const FwdParams& params) {
-  const Problem& p = params.problem;
-  return p.batch * p.q_len * p.num_q_heads == 0;
-}
-
-bool HasNothingToWrite(const BwdParams& params) {
-  const Problem& p = params.problem;
-  return p.batch == 0 || p.num_q_heads == 0 || (p.q_len == 0 && p.kv_len == 0);
 }
 
 ffi::Error CheckScratch(const FwdParams&) { return ffi::Error::Success(); }
@@ -135,7 +135,6 @@ ffi::Error Initialize(const ffi::ErrorOr<Params>& params, const Place& place) {
 template <typename Params>
 ffi::Error Execute(const ffi::ErrorOr<Params>& params, const Place& place) {
   if (params.has_error()) return params.error();
-  if (HasNothingToWrite(*params)) return ffi::Error::Success();
   if (ffi::Error error = CheckAlignment(*params); error.failure()) return error;
   if (ffi::Error error = CheckScratch(*params); error.failure()) return error;
   const ffi::ErrorOr<Selection> selection = Select(*params, place);

@@ -46,10 +46,12 @@ struct Table {
 
 const Table& KernelTable();
 
-// The parameter list of an operation (jax_fa/kernels/abi.py), the same for all its variants. Extents
-// must fit 32 bits.
-void FillArguments(const FwdParams& params, const Device& device, void* stream, Arguments* arguments);
-void FillArguments(const BwdParams& params, const Device& device, void* stream, Arguments* arguments);
+// The parameter list of an operation (jax_fa/kernels/abi.py), the same for all its variants.
+// Extents must fit 32 bits.
+void FillArguments(const FwdParams& params, const Device& device, void* stream,
+                   Arguments* arguments);
+void FillArguments(const BwdParams& params, const Device& device, void* stream,
+                   Arguments* arguments);
 
 // The cheapest mask class that serves a call; its Python twin is variants.mask_class.
 MaskClass MaskClassOf(const Problem& problem, const Extras& extras);

@@ -10,9 +10,9 @@ Needs nvidia-cutlass-dsl, and no GPU. Leaves in DIR, for every chosen variant of
 
 What a build does with it: compile ``DIR/*.gen.cc`` with ``ffi/`` on the include path, define
 ``JAX_FA_HAS_GPU_KERNELS`` for ``ffi/kernel_table_empty.cc`` (or leave that file out), and link
-``DIR/*.o``. The objects need no CUDA library: ``ffi/driver.cc`` is all that they call. DIR is all that
-a machine without the DSL needs to build. ``--variants none`` writes an empty table, which needs no
-DSL either.
+``DIR/*.o``. The objects need no CUDA library: ``ffi/driver.cc`` is all that they call. DIR is all
+that a machine without the DSL needs to build. ``--variants none`` writes an empty table, for which
+no DSL is needed either.
 
 A variant is compiled again only if its sources, its configuration, the DSL or the options changed:
 results are kept under a content hash (``--cache``). Whether the DSL is there:
@@ -59,7 +59,7 @@ HOSTS = {
 _PACKAGE = Path(__file__).parent
 _PLANNING_SOURCES = ("band.py", "problem.py", "config.py")
 _CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward"}
-_FORMAT = 1  # of cache entries; raised when this file would make others of the same inputs
+_FORMAT = 2  # of cache entries; raised when this file would make others of the same inputs
 _CACHE_DAYS = 30
 
 
@@ -124,7 +124,7 @@ def content_hash(variant: Variant, host: str) -> str:
     for path in sources:
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     digest.update(repr((_FORMAT, variant, choose_config(variant), HOSTS[host])).encode())
-    digest.update(importlib.metadata.version("nvidia-cutlass-dsl").encode())
+    digest.update(repr(_dsl_distributions()).encode())
     return digest.hexdigest()[:20]
 
 
@@ -149,13 +149,15 @@ def compile_variant(job: Job) -> None:
         header = made / f"{variant.name}.h"
         (ptx,) = made.glob("*.ptx")
         symbol = entry_symbol(variant, header.read_text())
+        kernels = aot_cubin.kernels(made / f"{variant.name}.o")
         record = {
             "name": variant.name,
             "symbol": symbol,
             "config": repr(choose_config(variant)),
             "compile_seconds": round(seconds, 2),
             "object_bytes": (made / f"{variant.name}.o").stat().st_size,
-            "kernels": [asdict(k) for k in aot_cubin.kernels(made / f"{variant.name}.o")],
+            "dynamic_shared_bytes": dynamic_shared_bytes(str(compiled.ir_module)),
+            "kernels": [asdict(kernel) for kernel in kernels],
         }
         ptx.replace(job.path(".ptx"))
         header.replace(job.path(".h"))
@@ -202,6 +204,23 @@ def entry_symbol(variant: Variant, header: str) -> str:
     return entry[1]
 
 
+def dynamic_shared_bytes(host_code: str) -> list[int]:
+    """What each launch in the host part (MLIR text) asks for, in program order, where constant.
+
+    Field 2 of the launch configuration; the objects themselves do not tell.
+    """
+    config = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    found = []
+    for field in re.findall(rf"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] :.*{config}", host_code):
+        stored = re.search(rf"llvm\.store (%\d+), {field} : i64", host_code)
+        value = stored and re.search(
+            rf"{stored[1]} = llvm\.mlir\.constant\((\d+) : i64\)", host_code
+        )
+        if value:
+            found.append(int(value[1]))
+    return found
+
+
 def run(jobs: Sequence[Job], num_processes: int) -> None:
     """Compiles what the cache lacks, in parallel, and tells how it goes.
 
@@ -239,7 +258,7 @@ def _summary(record: dict[str, Any]) -> str:
     spills = f", {stack} bytes of stack" if stack else ""
     return (
         f"{record['compile_seconds']:.1f} s, {registers} registers{spills}, "
-        f"{record['object_bytes'] / 1024:.0f} KB"
+        f"object {record['object_bytes'] / 1024:.0f} KB"
     )
 
 
@@ -293,6 +312,13 @@ def _dsl_version() -> str | None:
         return importlib.metadata.version("nvidia-cutlass-dsl")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _dsl_distributions() -> list[tuple[str, str]]:
+    """(name, version) of the parts of the DSL; code generators of CUDA 12 and 13 are among them."""
+    found = importlib.metadata.distributions()
+    parts = ((part.metadata["Name"], part.version) for part in found)
+    return sorted({part for part in parts if part[0].startswith("nvidia-cutlass-dsl")})
 
 
 def _check_dsl() -> None:

@@ -8,6 +8,7 @@ of a table below carries the measurement behind it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jax_fa.kernels.abi import MaskClass
 
@@ -47,6 +48,8 @@ class FwdConfig:
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         ping_pong: consumers take turns at the tensor cores.
         q_in_registers: the query fragment is an operand in registers, not in shared memory.
+        turn_slabs: 16-key slabs of PV that a consumer still has to issue when it passes its turn, so
+            that the next one is awake before the tensor cores run dry.
     """
 
     block_kv: int
@@ -57,6 +60,7 @@ class FwdConfig:
     producer_registers: int = 24
     ping_pong: bool = True
     q_in_registers: bool = False
+    turn_slabs: int = 0
 
     @property
     def block_q(self) -> int:
@@ -78,6 +82,7 @@ class BwdConfig:
         num_consumers: warpgroups that own 64 keys each.
         q_stages: depth of the ring of query tiles.
         dout_stages: depth of the ring of dO tiles.
+        next_s: after which product of a step the scores of the next one are started.
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
     """
@@ -86,6 +91,7 @@ class BwdConfig:
     num_consumers: int = 2
     q_stages: int = 2
     dout_stages: int = 2
+    next_s: Literal["after_dv", "after_dk"] = "after_dv"
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -111,4 +117,6 @@ def choose_backward(key: KernelKey) -> BwdConfig:
     """The backward configuration for ``key``."""
     if key.arch != "sm_90a":
         raise NotImplementedError(f"no backward kernel for {key.arch}; compiled: sm_90a")
-    return BwdConfig(block_q=128 if key.head_dim <= 64 else 64)
+    if key.head_dim <= 64:
+        return BwdConfig(block_q=128, next_s="after_dk")
+    return BwdConfig(block_q=64)

@@ -1,14 +1,16 @@
 """What was compiled: ``python -m jax_fa.inspect DIR``, DIR holding what ``jax_fa.aot`` wrote.
 
-Prints registers, stack, shared memory and code size of every kernel, and, with ``--sass``, how many
-instructions of each interesting kind its machine code has (needs nvidia-cuda-nvdisasm). Exits with
-status 1 if a kernel uses stack memory, which is where spilled registers live.
+Prints registers per thread, bytes of stack, of shared memory (all launches of the variant) and of
+code of every kernel, and, with ``--sass``, how many instructions of each interesting kind its
+machine code has (needs nvidia-cuda-nvdisasm). Exits with status 1 if a kernel uses stack memory,
+which is where spilled registers live.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -82,6 +84,15 @@ def table(rows: Sequence[Sequence[object]]) -> str:
     )
 
 
+def _dynamic_shared_bytes(folder: Path) -> dict[str, list[int]]:
+    """Variant -> dynamic shared memory of its launches, as the report has it."""
+    report = folder / "report.json"
+    if not report.exists():
+        return {}
+    records = json.loads(report.read_text())["variants"]
+    return {record["name"]: record["dynamic_shared_bytes"] for record in records}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -100,10 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = [*AUDIT, "all"] if nvdisasm else []
     rows: list[list[object]] = [["variant", "registers", "stack", "shared", "code", *kinds]]
     spilling = []
+    dynamic = _dynamic_shared_bytes(options.folder)
     for path in objects:
         counts = audit(opcodes(path, nvdisasm)) if nvdisasm else {}
+        shared = "/".join(map(str, dynamic.get(path.stem, ["?"])))
         for kernel in aot_cubin.kernels(path):
-            shared = kernel.static_shared_bytes
             row = [path.stem, kernel.registers, kernel.stack_bytes, shared, kernel.code_bytes]
             rows.append([*row, *(counts[kind] for kind in kinds)])
             if kernel.stack_bytes:

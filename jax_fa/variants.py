@@ -109,6 +109,10 @@ def mask_class(problem: Problem) -> MaskClass:
     return "causal" if band.right_bound == 0 else "general"
 
 
+def _is_empty(problem: Problem) -> bool:
+    return 0 in (problem.batch, problem.num_sequences, problem.q_len, problem.kv_len)
+
+
 def find(
     problem: Problem,
     arch: Arch,
@@ -116,7 +120,7 @@ def find(
     compiled: Collection[str] = BY_NAME.keys(),
 ) -> Variant | None:
     """The variant that serves ``problem``, if it is among the names in ``compiled``."""
-    if problem.dtype not in SHORT_DTYPES:
+    if problem.dtype not in SHORT_DTYPES or _is_empty(problem):
         return None
     key = KernelKey(
         arch.target,
@@ -146,6 +150,12 @@ def nearest(
         return (
             f"this build holds no {operation} kernels for {arch.name}. Build with the variants "
             f"'{operation}_{arch.name}_*'."
+        )
+    if _is_empty(problem):
+        return (
+            f"kernels for {arch.name} take no empty arrays (TMA has none); the batch is "
+            f"{problem.batch}, with {problem.q_len} queries and {problem.kv_len} keys. "
+            f"implementation='xla' takes them."
         )
     dtypes = sorted({variant.key.dtype for variant in here})
     if problem.dtype not in dtypes:

@@ -13,11 +13,10 @@ exec {python} -m pytest -p no:cacheprovider -c "$root/pyproject.toml" --rootdir=
 
 def _pytest_test_impl(ctx):
     files = [f.short_path for f in ctx.files.srcs]
-    args = [ctx.expand_location(arg) for arg in ctx.attr.pytest_args]
     script = ctx.actions.declare_file(ctx.label.name + ".sh")
     ctx.actions.write(
         script,
-        _SCRIPT.format(python = PYTHON, args = " ".join(args), files = " ".join(files)),
+        _SCRIPT.format(python = PYTHON, args = " ".join(ctx.attr.pytest_args), files = " ".join(files)),
         is_executable = True,
     )
     runfiles = ctx.runfiles(files = ctx.files.srcs + ctx.files.data)

@@ -84,6 +84,8 @@ def test_a_problem_finds_the_cheapest_variant_that_serves_it(asked, name):
         (problem(dtype="float32"), BY_NAME, "take bfloat16 or float16, not float32. Cast"),
         (problem(head_dim=80, value_dim=80), BY_NAME, "Pad the heads with zeros to 96/96"),
         (problem(head_dim=512, value_dim=512), BY_NAME, "256/256, not 512/512."),
+        (problem(kv_len=0), BY_NAME, "take no empty arrays"),
+        (problem(q_len=0), BY_NAME, "the batch is 2, with 0 queries and 1024 keys"),
         (problem(), [], "holds no fwd kernels for sm90. Build with the variants 'fwd_sm90_*'"),
         (
             problem(Band(left=5)),
@@ -208,6 +210,7 @@ def test_compiling_leaves_object_header_ptx_table_and_report(compiled):
     (kernel,) = record["kernels"]
     assert record["object_bytes"] == (out / "fwd_sm90_bf16_d64_full.o").stat().st_size < 1 << 20
     assert kernel["stack_bytes"] == 0
+    assert 0 < record["dynamic_shared_bytes"][0] <= 227 * 1024
     assert 0 < kernel["registers"] <= 255
     assert f'"{kernel["name"]}"' in (out / "kernel_table.gen.cc").read_text()
     assert kernel["name"] in (out / "fwd_sm90_bf16_d64_full.ptx").read_text()

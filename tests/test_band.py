@@ -26,8 +26,9 @@ def dense(window):
 
 
 def mask_of(ranges, length):
+    lo, hi = np.array(ranges, int).reshape(-1, 2, 1).swapaxes(0, 1)
     columns = np.arange(length)
-    return np.array([(lo <= columns) & (columns < hi) for lo, hi in ranges]).reshape(-1, length)
+    return (lo <= columns) & (columns < hi)
 
 
 def test_key_range_of_every_row_is_its_dense_row():

@@ -72,12 +72,14 @@ def functional(case):
     return value
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-@pytest.mark.parametrize("case", FEATURES, ids=str)
+PAIRS = [
+    (case, name) for case in FEATURES for name in DIFFERENTIABLE if name != "sinks" or case.has_sinks
+]
+
+
+@pytest.mark.parametrize(("case", "name"), PAIRS, ids=lambda x: str(x))
 def test_gradient_is_the_slope_of_the_reference(case, name):
     given = make(case, "float32")
-    if getattr(given.operands, name) is None:
-        pytest.skip("the case has no sinks")
     got = run(case, given)
     gradient = np.asarray(got.dsinks if name == "sinks" else getattr(got, f"d{name}"), np.float64)
     start = np.asarray(getattr(given.operands, name), np.float64)

@@ -18,8 +18,8 @@ EXTENSION = "_jax_fa"
 class Layer:
     """Modules that match `pattern`, and the packages outside jax_fa that they may import.
 
-    `lazy` packages only inside functions, so that the module loads without them. "kernels.*" does
-    not match what an earlier layer of the tower matches.
+    `lazy` packages only inside functions, so that the module loads without them. The first layer
+    that matches a module holds it, one that names it in full before those with a "*".
     """
 
     pattern: str
@@ -37,6 +37,7 @@ TOWERS = {
         Layer("config"),
         Layer("variants"),
         Layer("choice"),
+        Layer("support"),
     ),
     "kernels": (
         Layer("kernels"),
@@ -53,7 +54,11 @@ TOWERS = {
         Layer("aot", lazy="cutlass"),
         Layer("inspect"),
     ),
-    "emulator": (Layer("emulator.*", "numpy"), Layer("emulator")),
+    "emulator": (
+        Layer("emulator.*", "numpy"),
+        Layer("emulator"),
+        Layer("emulator.__main__", "numpy"),
+    ),
     "runtime": (
         Layer("reference", "jax"),
         Layer("bindings", "jax numpy"),
@@ -87,11 +92,13 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 def place(module):
     """(tower, index of the layer) of a module, or None if no layer matches it."""
-    for tower, layers in TOWERS.items():
-        for index, layer in enumerate(layers):
-            if fnmatchcase(module, layer.pattern):
-                return tower, index
-    return None
+    matching = [
+        (layer.pattern != module, tower, index)
+        for tower, layers in TOWERS.items()
+        for index, layer in enumerate(layers)
+        if fnmatchcase(module, layer.pattern)
+    ]
+    return min(matching)[1:] if matching else None
 
 
 def may_import(module, target):

@@ -330,7 +330,7 @@ def test_derivative_that_does_not_exist_says_what_to_do(derivative):
 
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 def test_what_the_error_recommends_works(derivative):
-    derivative(lambda q: scalar(q[:1, :1], "xla") if False else scalar(q, "xla"))
+    derivative(jax.jit(lambda q: scalar(q, "xla")))
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
@@ -385,9 +385,8 @@ def test_explain_tells_what_would_run():
         shape, shape, shape, platform="cpu", mask=jax.ShapeDtypeStruct((1, 1, 128, 128), bool)
     )
     assert masked.choice.implementation == "xla" and "dense mask" in str(masked)
-    assert "float64" in str(jax_fa.explain(Q, K, V, platform="tpu")) or jax_fa.explain(
-        Q, K, V, platform="tpu"
-    ).choice.implementation == "xla"
+    elsewhere = jax_fa.explain(Q, K, V, platform="tpu").choice
+    assert (elsewhere.implementation, elsewhere.is_fallback) == ("xla", True)
 
 
 def test_explain_refuses_what_attention_refuses():

@@ -3,7 +3,7 @@
     memory = Memory()
     address = memory.add("x", x)
     report = emulate(ptx_text, Launch(grid=(1, 1, 1), block=(128, 1, 1),
-                                      parameters=(struct.pack("<Q", address),)), memory)
+                                      params=(struct.pack("<Q", address),)), memory)
 
 Faults are exceptions, see faults.py. How to add an instruction is described in registry.py.
 """

@@ -228,7 +228,7 @@ _COMBINE = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
 def _define_compare(name: str, kind: str, compare: Callable) -> None:
-    """setp and set in every form, for one comparison and one type."""
+    """Defines setp and set in every form, for one comparison and one type."""
     comparison, type_ = name.rsplit(".", 1)
     define(f"setp.{name}", "pred", f"{kind} {kind}", compare)
     define(f"set.{comparison}.u32.{type_} set.{comparison}.s32.{type_}", "u4", f"{kind} {kind}",
@@ -389,8 +389,9 @@ for _to in ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"):
                    np.array([min(max(int(v), lo), hi) for v in a], dtype=dtype))
     _kind = ("i" if _to[0] == "s" else "u") + str(int(_to[1:]) // 8)
     for _type, _float in (("f32", "f4"), ("f64", "f8")):
+        _float_type = F4 if _type == "f32" else np.float64
         define(f"cvt.rn.{_type}.{_to}", _float, _kind,
-               lambda a, dtype=np.dtype(F4 if _type == "f32" else np.float64): a.astype(dtype))
+               lambda a, dtype=_float_type: a.astype(dtype))
         for _mode in ("rni", "rzi", "rmi", "rpi"):
             define(f"cvt.{_mode}.{_to}.{_type} cvt.{_mode}.ftz.{_to}.{_type}", _kind, _float,
                    round_to_int(_mode, f"{'int' if _to[0] == 's' else 'uint'}{_to[1:]}"))

@@ -136,7 +136,7 @@ class Decoder:
     def source(self, operand: Operand, kind: str) -> Source:
         """Slot and conversion for reading an operand as `kind`."""
         if isinstance(operand, Register):
-            return Source(operand.index, converter(self.homes[operand.index], kind))
+            return Source(operand.number, converter(self.homes[operand.number], kind))
         if isinstance(operand, Immediate):
             return Source(self._slot((operand.bits, kind), constant(operand.bits, kind)), None)
         if isinstance(operand, Negated):
@@ -162,7 +162,7 @@ class Decoder:
             return lambda slots, value, mask: None
         if not isinstance(operand, Register):
             raise UnknownInstructionError(f"operand {operand} cannot be written")
-        slot, convert = operand.index, converter(kind, self.homes[operand.index])
+        slot, convert = operand.number, converter(kind, self.homes[operand.number])
 
         def put(slots: list, value: Value, mask: np.ndarray) -> None:
             if convert is not None:
@@ -172,7 +172,7 @@ class Decoder:
 
     def home(self, operand: Operand) -> str:
         """The kind in which the operand's register is kept."""
-        return self.homes[operand.index] if isinstance(operand, Register) else "u4"
+        return self.homes[operand.number] if isinstance(operand, Register) else "u4"
 
     def read_all(self, operand: Operand, kind: str) -> list[Reader]:
         """Readers of a vector's items, or of the single operand."""
@@ -204,6 +204,7 @@ class Decoder:
     # Decoding proper.
 
     def decode(self) -> Program:
+        """Builds all segments."""
         instructions = self.kernel.instructions
         starts = self._segment_starts()
         index_of = {start: index for index, start in enumerate(starts)}
@@ -236,7 +237,7 @@ class Decoder:
     def _add(self, segment: Segment, position: int, index_of: dict[int, int]) -> None:
         instruction, unit = self.kernel.instructions[position], self.units[position]
         guard = instruction.guard
-        segment.guard = None if guard is None else (guard.register.index, guard.negated)
+        segment.guard = None if guard is None else (guard.register.number, guard.negated)
         if unit is None:
             segment.last_touched = _touched(instruction)
             segment.last = instruction
@@ -269,17 +270,17 @@ class Decoder:
             return _nothing, _nothing
         if not isinstance(target, Register):
             raise UnknownInstructionError(f"{instruction}: the result operand is not implemented")
-        home = self.homes[target.index]
+        home = self.homes[target.number]
         same = "u8" if home == "pair" and unit.function is not identity else home
         sources = [self.source(o, same if kind == "any" else kind)
                    for o, kind in zip(operands, unit.operands, strict=True)]
         result = same if unit.result == "any" else unit.result
         compute = _call(unit.function, sources, converter(result, home))
         guard = instruction.guard
-        masked = _masked_step(compute, target.index, guard)
+        masked = _masked_step(compute, target.number, guard)
         if guard is not None:
             return masked, masked
-        return _full_step(unit.function, sources, compute, target.index,
+        return _full_step(unit.function, sources, compute, target.number,
                           direct=result == home), masked
 
 
@@ -336,7 +337,7 @@ def _masked_step(compute: Reader, target: int, guard: object) -> Step:
             slots = warp.slots
             slots[target] = merge(warp.mask, compute(slots), slots[target])
         return step
-    register, negated = guard.register.index, guard.negated
+    register, negated = guard.register.number, guard.negated
 
     def guarded(warp: object) -> None:
         slots = warp.slots
@@ -359,12 +360,12 @@ def _effect_step(run: Run, guard: tuple[int, bool] | None) -> Step:
 
 def _touched(instruction: Instruction) -> int:
     """Bit set of the registers an instruction names."""
-    bits = 0 if instruction.guard is None else 1 << instruction.guard.register.index
+    bits = 0 if instruction.guard is None else 1 << instruction.guard.register.number
     stack = list(instruction.operands)
     while stack:
         operand = stack.pop()
         if isinstance(operand, Register):
-            bits |= 1 << operand.index
+            bits |= 1 << operand.number
         elif isinstance(operand, tuple):
             stack.extend(part for part in operand if isinstance(part, tuple))
     return bits
@@ -422,11 +423,11 @@ class _Vote:
             if not isinstance(operand, Register):
                 continue
             if kind == "any":
-                linked.append(operand.index)
+                linked.append(operand.number)
             elif kind == "pair":
-                self.pairs.add(operand.index)
+                self.pairs.add(operand.number)
             elif kind != "pred":
-                self.counts[operand.index] += 1 if kind in ("f4", "f8") else -1
+                self.counts[operand.number] += 1 if kind in ("f4", "f8") else -1
         for index in linked[1:]:
             self.parent[self.root(index)] = self.root(linked[0])
 
@@ -435,10 +436,10 @@ class _Vote:
         a, b = instruction.operands
         whole, vector = (a, b) if isinstance(b, Vector) else (b, a)
         if isinstance(vector, Vector) and isinstance(whole, Register) \
-                and whole.index in self.pairs:
+                and whole.number in self.pairs:
             for item in vector.items:
                 if isinstance(item, Register):
-                    self.counts[item.index] += 1
+                    self.counts[item.number] += 1
 
 
 def _align(offset: int, align: int) -> int:

@@ -8,12 +8,12 @@ EXITS = ("ret", "exit", "trap")
 
 
 def is_branch(instruction: Instruction) -> bool:
-    """bra in any form."""
+    """Whether it is bra in any form."""
     return instruction.opcode == "bra" or instruction.opcode.startswith("bra.")
 
 
 def is_exit(instruction: Instruction) -> bool:
-    """ret, exit and trap."""
+    """Whether it is ret, exit or trap."""
     return instruction.opcode in EXITS
 
 
@@ -27,6 +27,8 @@ def branch_target(instruction: Instruction) -> int:
 
 def successors(instructions: list[Instruction], starts: list[int]) -> list[list[int]]:
     """Successor blocks of every block; the number of blocks stands for "the thread is gone".
+
+    A guarded exit is no edge: lanes that leave need not be waited for.
 
     Args:
       instructions: the kernel.
@@ -42,7 +44,7 @@ def successors(instructions: list[Instruction], starts: list[int]) -> list[list[
         following = []
         if is_branch(last):
             following.append(block_at[branch_target(last)])
-        elif is_exit(last):
+        elif is_exit(last) and last.guard is None:
             following.append(gone)
         if last.guard is not None or not (is_branch(last) or is_exit(last)):
             following.append(block_at[end])
@@ -51,10 +53,23 @@ def successors(instructions: list[Instruction], starts: list[int]) -> list[list[
 
 
 def join_blocks(following: list[list[int]]) -> list[int]:
-    """Immediate post-dominator of every block (len(following) for "only at the end").
+    """Where the lanes that a block's branch separates meet again (len(following): nowhere).
 
-    The usual iteration over dominator trees (Cooper, Harvey, Kennedy) on the reversed graph.
+    The immediate post-dominator. Where there is none because a side exits, the one that holds if
+    all exits but the last in the text are left out: lanes that exit need not be waited for.
     """
+    gone = len(following)
+    exits = [block for block, targets in enumerate(following) if targets == [gone]]
+    if not exits:
+        return [gone] * gone
+    every = _post_dominators(following)
+    main = [[] if block in exits[:-1] else targets for block, targets in enumerate(following)]
+    last = _post_dominators(main)
+    return [last[block] if every[block] == gone else every[block] for block in range(gone)]
+
+
+def _post_dominators(following: list[list[int]]) -> list[int]:
+    """Immediate post-dominators, by iteration (Cooper, Harvey, Kennedy) on the reversed graph."""
     gone = len(following)
     order = _postorder(following)
     join: dict[int, int] = {gone: gone}

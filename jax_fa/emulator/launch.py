@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Extent = tuple[int, int, int]
 
@@ -17,13 +19,13 @@ class Launch:
     Attributes:
       grid, block, cluster: extents in CTAs, threads and CTAs.
       shared_bytes: dynamic shared memory per CTA.
-      parameters: the raw bytes of each kernel parameter.
+      params: the raw bytes of each kernel parameter.
       kernel: entry to run; None when the PTX has only one.
     """
 
     grid: Extent
     block: Extent
-    parameters: tuple[bytes, ...]
+    params: tuple[bytes, ...]
     shared_bytes: int = 0
     cluster: Extent = (1, 1, 1)
     kernel: str | None = None
@@ -41,14 +43,20 @@ class Launch:
         return json.dumps({
             "kernel": self.kernel, "grid": self.grid, "block": self.block,
             "cluster": self.cluster, "shared_bytes": self.shared_bytes,
-            "parameters": [base64.b64encode(p).decode() for p in self.parameters]}, indent=1)
+            "params": [base64.b64encode(p).decode() for p in self.params]}, indent=1)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Launch:
+        """A launch as the extension's record mode returns it."""
+        return cls(tuple(record["grid"]), tuple(record["block"]), tuple(record["params"]),
+                   int(record["shared_bytes"]), tuple(record["cluster"]), record["kernel"])
 
     @classmethod
     def from_json(cls, text: str) -> Launch:
         """The inverse of to_json; unknown keys (such as buffers) are ignored."""
         raw = json.loads(text)
         return cls(tuple(raw["grid"]), tuple(raw["block"]),
-                   tuple(base64.b64decode(p) for p in raw["parameters"]),
+                   tuple(base64.b64decode(p) for p in raw["params"]),
                    int(raw.get("shared_bytes", 0)), tuple(raw.get("cluster", (1, 1, 1))),
                    raw.get("kernel"))
 

@@ -223,7 +223,7 @@ def combine_values(operation: str, type_: str, old: np.ndarray, new: np.ndarray)
 
 @control("atom red")
 def atomic(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
-    """atom and red of every operation, scalar or .v2/.v4/.v8; and atom.cas."""
+    """Handles atom and red of every operation, scalar or .v2/.v4/.v8; and atom.cas."""
     space = space_of(mods)
     operation = mods.need("add and or xor min max exch inc dec cas")
     mods.take("v2", "v4", "v8")
@@ -303,7 +303,7 @@ def _whole(operand: Operand) -> bool:
 
 @effect("mov")
 def move_vector(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
-    """mov between a wide register and the vector of its parts, low part first."""
+    """Handles mov between a wide register and the vector of its parts, low part first."""
     mods.need("b16 b32 b64 u32 u64")
     mods.done()
     target, source = ins.operands

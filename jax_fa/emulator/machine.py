@@ -27,7 +27,7 @@ from jax_fa.emulator.random_source import RandomSource
 from jax_fa.emulator.sync import ClusterBarrier, Mbarrier, NamedBarrier
 from jax_fa.emulator.tmem import TensorMemory
 from jax_fa.emulator.values import FULL, LANES
-from jax_fa.emulator.warp import Fragment, Join, Wait, Warp
+from jax_fa.emulator.warp import Fragment, Join, Warp
 
 COMPLETIONS = ("lazy", "eager", "random")
 
@@ -117,11 +117,11 @@ class Cta:
                    "cluster_nctaid": launch.cluster}
         masks = {"eq": 1 << lane, "lt": (1 << lane) - 1, "le": (2 << lane) - 1,
                  "gt": ~((2 << lane) - 1), "ge": ~((1 << lane) - 1)}
-        single = {"laneid": lane, "warpid": warp.index, "nwarpid": len(self.warps)
-                  if hasattr(self, "warps") else 0, "smid": self.number % 132, "nsmid": 132,
-                  "gridid": 0, "cluster_ctarank": self.rank,
-                  "cluster_nctarank": int(np.prod(launch.cluster)),
-                  "is_explicit_cluster": int(np.prod(launch.cluster) > 1), "clock": 0,
+        size = int(np.prod(launch.cluster))
+        single = {"laneid": lane, "warpid": warp.index,
+                  "nwarpid": -(-cluster.machine.threads // LANES), "smid": self.number % 132,
+                  "nsmid": 132, "gridid": 0, "cluster_ctarank": self.rank,
+                  "cluster_nctarank": size, "is_explicit_cluster": int(size > 1), "clock": 0,
                   "clock_hi": 0, "globaltimer_lo": 0, "globaltimer_hi": 0,
                   "dynamic_smem_size": launch.shared_bytes,
                   "total_smem_size": cluster.machine.shared_size}
@@ -229,12 +229,12 @@ class Machine:
     def _parameter_block(self) -> np.ndarray:
         """The parameters of the launch at the offsets PTX gives them."""
         declared = self.program.kernel.params
-        if len(declared) != len(self.launch.parameters):
-            raise LaunchError(f"the launch has {len(self.launch.parameters)} parameters, the "
+        if len(declared) != len(self.launch.params):
+            raise LaunchError(f"the launch has {len(self.launch.params)} parameters, the "
                               f"kernel declares {len(declared)}")
         end = max((self.program.params[p.name] + p.size for p in declared), default=0)
         block = np.zeros(end, np.uint8)
-        for number, (param, raw) in enumerate(zip(declared, self.launch.parameters, strict=True)):
+        for number, (param, raw) in enumerate(zip(declared, self.launch.params, strict=True)):
             if len(raw) < param.size:
                 raise LaunchError(f"parameter {number} has {len(raw)} bytes in the launch and "
                                   f"{param.size} in the kernel")
@@ -291,13 +291,13 @@ class Machine:
                 # Every runnable warp may be spinning on memory that only these can change.
                 idle_turns = 0
                 if self.pipes:
-                    self._advance(self.random.choice(list(self.pipes)))
+                    self._advance(self._next_pipe())
                 else:
                     self._admit()
             elif runnable:
                 self._run_fragment(self.random.choice(runnable))
             elif self.pipes:
-                self._advance(self.random.choice(list(self.pipes)))
+                self._advance(self._next_pipe())
             elif not any(w.fragments for c in self.resident for w in c.warps()):
                 raise DeadlockError("a CTA has lanes that are neither running nor gone")
             elif self.progress != stalled_at and self._wake_polls():
@@ -309,6 +309,12 @@ class Machine:
             self._retire()
         while self.pipes:
             self._advance(next(iter(self.pipes)))
+
+    def _next_pipe(self) -> Hashable:
+        """The pipe whose operation completes when something has to: lazily the oldest."""
+        if self.options.completion == "random":
+            return self.random.choice(list(self.pipes))
+        return next(iter(self.pipes))
 
     def _admit(self) -> None:
         self.resident.append(Cluster(self, self.waiting.popleft()))
@@ -373,8 +379,8 @@ class Machine:
                     counts[step.opcode] += visits
                 if segment.last is not None:
                     counts[segment.last.opcode] += visits
-            if "registers" in warp.state:
-                self.registers[warp.index] = warp.state["registers"]
+            if warp.registers is not None:
+                self.registers[warp.index] = warp.registers
 
     def _who_waits(self) -> str:
         rows = []
@@ -418,51 +424,44 @@ class Machine:
                                    f"raise max_segments or look for an endless loop", warp.place)
             segment = segments[number]
             visits[number] = visits.get(number, 0) + 1
-            mask = warp.mask = fragment.mask
-            steps = iter(segment.full if mask is FULL else segment.masked)
-            try:
-                if warp.in_flight:
-                    self._run_checked(warp, segment, mask)
-                else:
-                    for step in steps:
-                        step(warp)
-                if segment.last is None:
-                    fragment.segment = segment.next
-                    continue
-                warp.line = segment.last.line
-                if segment.branch is not None:
-                    if self._branch(fragment, segment):
-                        continue
-                    return
-                if segment.exits:
-                    if self._leave(fragment, segment):
-                        return
-                    continue
-                if self._control(fragment, segment):
-                    return
-            except Exception as error:
-                self._blame(error, warp, segment, steps)
-                raise
+            warp.mask = fragment.mask
+            self._run_steps(warp, segment)
+            if segment.last is None:
+                fragment.segment = segment.next
+            elif self._finish(fragment, segment):
+                return
 
-    def _blame(self, error: Exception, warp: Warp, segment: Segment, steps: object) -> None:
-        """Adds the place to an exception that left an instruction."""
-        done = len(segment.steps) - steps.__length_hint__() - 1
-        if not warp.in_flight and segment.steps and warp.line != getattr(segment.last, "line", -1):
-            warp.line = segment.steps[max(done, 0)].line
-        if isinstance(error, EmulationError):
-            if error.place is None:
-                error.place = warp.place
-        else:
-            error.add_note(f"while emulating {warp.place}")
+    def _run_steps(self, warp: Warp, segment: Segment) -> None:
+        """Runs the straight part of a segment."""
+        steps = iter(segment.full if warp.mask is FULL else segment.masked)
+        try:
+            if warp.in_flight:
+                for step, instruction, touched in zip(steps, segment.steps, segment.touches,
+                                                      strict=True):
+                    warp.check_registers(instruction, touched)
+                    step(warp)
+            else:
+                for step in steps:
+                    step(warp)
+        except Exception as error:
+            done = len(segment.steps) - steps.__length_hint__() - 1
+            _blame(error, warp, segment.steps[done].line)
+            raise
 
-    def _run_checked(self, warp: Warp, segment: Segment, mask: np.ndarray) -> None:
-        """Runs a segment while asynchronous instructions hold registers of the warp."""
-        steps = segment.full if mask is FULL else segment.masked
-        for step, instruction, touched in zip(steps, segment.steps, segment.touches, strict=True):
-            for operation in warp.in_flight if touched & warp.busy else ():
-                warp.line = instruction.line
-                operation.check(instruction, touched)
-            step(warp)
+    def _finish(self, fragment: Fragment, segment: Segment) -> bool:
+        """Runs the last instruction of a segment; True when the fragment's turn is over."""
+        warp = fragment.warp
+        try:
+            if warp.in_flight:
+                warp.check_registers(segment.last, segment.last_touched)
+            if segment.branch is not None:
+                return not self._branch(fragment, segment)
+            if segment.exits:
+                return self._leave(fragment, segment)
+            return self._control(fragment, segment)
+        except Exception as error:
+            _blame(error, warp, segment.last.line)
+            raise
 
     def _branch(self, fragment: Fragment, segment: Segment) -> bool:
         """Takes a branch; False when the fragment was split."""
@@ -547,9 +546,7 @@ class Machine:
     def _control(self, fragment: Fragment, segment: Segment) -> bool:
         """Runs the control instruction of a segment; True when another fragment gets a turn."""
         warp, mask = fragment.warp, fragment.mask
-        if warp.in_flight and segment.last_touched & warp.busy:
-            for operation in warp.in_flight:
-                operation.check(segment.last, segment.last_touched)
+        warp.line = segment.last.line
         if segment.guard is not None:
             register, negated = segment.guard
             flags = warp.slots[register]
@@ -565,4 +562,10 @@ class Machine:
         return self.random.chance(0.25)
 
 
-__all__ = ["COMPLETIONS", "Machine", "Operation", "Options", "Wait"]
+def _blame(error: Exception, warp: Warp, line: int) -> None:
+    """Adds the place to an exception that left an instruction."""
+    warp.line = line
+    if not isinstance(error, EmulationError):
+        error.add_note(f"while emulating {warp.place}")
+    elif error.place is None:
+        error.place = warp.place

@@ -25,7 +25,7 @@ class SharedOperand:
         self.type = type_
         self.key = (descriptor, tile, type_)
         placement = place(descriptor, tile)
-        if int(placement.chunks[-1]) >= shared.size // CHUNK:
+        if int(placement.chunks[-1]) * CHUNK >= shared.size:
             raise OutOfBoundsError(f"matrix operand at shared offset {descriptor.start} reaches "
                                    f"beyond the CTA's {shared.size} bytes")
         self.elements, self.chunks = placement

@@ -38,6 +38,7 @@ class Region(NamedTuple):
 
     @property
     def end(self) -> int:
+        """One past the last address."""
         return self.base + len(self.data)
 
 
@@ -151,8 +152,8 @@ class SharedMemory:
     """
 
     def __init__(self, size: int, rank: int) -> None:
-        size = -(-size // 128) * 128
         self.size = size
+        size = -(-size // 128) * 128
         self.base = rank << RANK_SHIFT
         self.data = np.full(size, 0xFF, dtype=np.uint8)
         self.views = {s: self.data.view(DTYPES[UNSIGNED[s]]) for s in (1, 2, 4, 8)}
@@ -181,12 +182,12 @@ class SharedMemory:
     def load(self, offsets: np.ndarray, size: int) -> np.ndarray:
         """Elements at the offsets, which something must have written."""
         index = self._index(offsets, size)
-        if not self.written_views[size][index].all():
-            bad = offsets[self.written_views[size][index] == 0][0]
-            raise UninitializedReadError(f"shared offset {int(bad)} is read and was never written")
         chunks = offsets >> np.uint32(4)
         if self.writes[chunks].any():
             self._hazard("is read", chunks, "write")
+        if not self.written_views[size][index].all():
+            bad = offsets[self.written_views[size][index] == 0][0]
+            raise UninitializedReadError(f"shared offset {int(bad)} is read and was never written")
         return self.views[size][index]
 
     def store(self, offsets: np.ndarray, values: np.ndarray, size: int, warp: int) -> None:

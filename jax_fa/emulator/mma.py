@@ -22,7 +22,7 @@ _ROW, _QUAD = _LANE // 4, _LANE % 4
 
 @effect("ldmatrix.sync.aligned stmatrix.sync.aligned")
 def matrix_move(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
-    """ldmatrix / stmatrix m8n8.xN{.trans}.b16: lane 8j+r addresses row r of matrix j."""
+    """Handles ldmatrix / stmatrix m8n8.xN{.trans}.b16: lane 8j+r addresses row r of matrix j."""
     mods.need("m8n8")
     count = int(mods.need("x1 x2 x4")[1:])
     transposed = mods.take("trans") is not None

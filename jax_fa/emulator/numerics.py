@@ -17,12 +17,12 @@ def flush(a: np.ndarray) -> np.ndarray:
 
 
 def fma4(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c, the product exact."""
+    """Returns a * b + c, the product exact."""
     return (a.astype(np.float64) * b + c).astype(a.dtype)
 
 
 def add_down(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a + b rounded towards minus infinity."""
+    """Returns a + b rounded towards minus infinity."""
     exact = a.astype(np.float64) + b
     nearest = exact.astype(F4)
     return np.where(nearest > exact, np.nextafter(nearest, F4(-np.inf)), nearest)
@@ -35,7 +35,9 @@ min_float = np.fmin
 def signed_divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Division that truncates; a divisor of zero gives all ones."""
     safe = np.where(b == 0, b.dtype.type(1), b)
-    quotient = np.abs(a) // np.abs(safe)
+    # As unsigned, so that the magnitude of the most negative number is right.
+    unsigned = a.dtype.str.replace("i", "u")
+    quotient = (np.abs(a).view(unsigned) // np.abs(safe).view(unsigned)).view(a.dtype)
     quotient = np.where((a < 0) != (safe < 0), -quotient, quotient)
     return np.where(b == 0, b.dtype.type(-1), quotient)
 

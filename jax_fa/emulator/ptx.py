@@ -21,7 +21,7 @@ TYPE_BYTES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2
 class Register(NamedTuple):
     """A declared register: its number in the kernel (unique across scopes)."""
 
-    index: int
+    number: int
 
 
 class Special(NamedTuple):
@@ -224,7 +224,9 @@ class _Scope:
         self.labels: dict[str, int] = {}
 
     def chain(self) -> list[_Scope]:
-        scope, found = self, []
+        """The scope and those around it, innermost first."""
+        scope: _Scope | None = self
+        found = []
         while scope is not None:
             found.append(scope)
             scope = scope.parent
@@ -255,10 +257,7 @@ class _Body:
             first = match.start(match.lastgroup)
             self.line += text.count("\n", position, first)
             if match.lastgroup == "brace":
-                self.scope = _Scope(self.scope) if match.group("brace") == "{" \
-                    else self.scope.parent
-                if self.scope is None:
-                    raise self.error("unbalanced closing brace")
+                self.brace(match.group("brace"))
             elif match.lastgroup == "label":
                 self.scope.labels[match.group("label")] = len(self.kernel.instructions)
             else:
@@ -266,6 +265,14 @@ class _Body:
             self.line += text.count("\n", first, match.end())
             position = match.end()
         self.resolve_labels()
+
+    def brace(self, brace: str) -> None:
+        if brace == "{":
+            self.scope = _Scope(self.scope)
+        elif self.scope.parent is None:
+            raise self.error("unbalanced closing brace")
+        else:
+            self.scope = self.scope.parent
 
     def statement(self, text: str) -> None:
         if text.startswith(".reg"):
@@ -297,8 +304,7 @@ class _Body:
         return Register(len(self.kernel.register_types) - 1)
 
     def lookup(self, name: str) -> Register | None:
-        scope = self.scope
-        while scope is not None:
+        for scope in self.scope.chain():
             if name in scope.registers:
                 return scope.registers[name]
             if scope.ranges:
@@ -307,7 +313,6 @@ class _Body:
                     register = self.new_register(scope.ranges[prefix][0])
                     scope.registers[name] = register
                     return register
-            scope = scope.parent
         return None
 
     def instruction(self, text: str) -> None:

@@ -18,6 +18,7 @@ builder's `run(warp, mask)` may return a `Wait`.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,8 +101,8 @@ def find(instruction: Instruction) -> Pure | Unit:
         unit = UNITS.get(".".join(parts[:length]))
         if unit is not None:
             return unit
-    near = sorted(n for n in PURE if n.split(".")[0] == parts[0])[:8]
-    hint = f"; known with this stem: {', '.join(near)}" if near else ""
+    near = difflib.get_close_matches(opcode, [*PURE, *UNITS], 4)
+    hint = f"; similar ones: {', '.join(near)}" if near else ""
     raise UnknownInstructionError(
         f"instruction {opcode} at line {instruction.line} is not implemented{hint}")
 
@@ -141,5 +142,6 @@ class Modifiers:
             raise self.error(f"modifier .{self.left[0]} is not implemented")
 
     def error(self, message: str) -> UnknownInstructionError:
+        """An error about the instruction, to be raised."""
         return UnknownInstructionError(
             f"{self.instruction.opcode} at line {self.instruction.line}: {message}")

@@ -258,7 +258,7 @@ def _named(cta: Cta, number: int) -> NamedBarrier:
 @control("bar.sync bar.arrive bar.cta.sync bar.cta.arrive barrier.sync barrier.arrive "
          "barrier.cta.sync barrier.cta.arrive")
 def named_barrier(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
-    """bar / barrier.cta .sync and .arrive."""
+    """Named barriers: bar / barrier.cta .sync and .arrive."""
     aligned = mods.take("aligned") or ins.opcode.startswith("bar.")
     mods.done()
     blocks = "sync" in ins.opcode
@@ -396,5 +396,5 @@ def set_registers(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
-        warp.state["registers"] = amount.bits
+        warp.registers = amount.bits
     return run

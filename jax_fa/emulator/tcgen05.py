@@ -177,7 +177,8 @@ def _transfer(decoder: Decoder, ins: Instruction, mods: Modifiers, address: Addr
                      address_reader(decoder, address, "shared"), ins.opcode)
 
 
-@effect("tcgen05.ld")
+# A control instruction, so that with strict_ld what follows is checked for its registers.
+@control("tcgen05.ld")
 def tmem_load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     """tcgen05.ld.sync.aligned.shape.xN registers, [address]."""
     transfer = _transfer(decoder, ins, mods, ins.operands[1])
@@ -187,7 +188,7 @@ def tmem_load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         raise mods.error(f"needs {transfer.registers} registers")
     kinds = ["f4" if decoder.home(item) == "f4" else "u4" for item in items]
     writes = [decoder.write(item, kind) for item, kind in zip(items, kinds, strict=True)]
-    written = sum({1 << r.index for r in items if isinstance(r, Register)})
+    written = sum({1 << r.number for r in items if isinstance(r, Register)})
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)

@@ -102,7 +102,7 @@ def written_registers(instruction: Instruction) -> int:
     while stack:
         operand = stack.pop()
         if isinstance(operand, Register):
-            bits |= 1 << operand.index
+            bits |= 1 << operand.number
         elif isinstance(operand, (Vector, Both)):
             stack.extend(operand.items if isinstance(operand, Vector) else operand)
     return bits
@@ -127,6 +127,7 @@ class Warp:
         self.local = np.full((LANES, max(program.local_bytes, 1)), 0xFF, dtype=np.uint8) \
             if program.local_bytes else None
         self.line = 0
+        self.registers: int | None = None
         # State of the units that keep something per warp or per lane; each unit owns its entry.
         self.state: dict[str, object] = {}
 
@@ -148,6 +149,12 @@ class Warp:
         self.busy = 0
         for operation in self.in_flight:
             self.busy |= operation.written | operation.read
+
+    def check_registers(self, instruction: Instruction, touched: int) -> None:
+        """Refuses an instruction that touches registers in use."""
+        if touched & self.busy:
+            for operation in self.in_flight:
+                operation.check(instruction, touched)
 
     def need_full(self, mask: np.ndarray, what: str) -> None:
         """Refuses an instruction that all live lanes must execute together."""

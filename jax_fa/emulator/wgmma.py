@@ -33,7 +33,7 @@ class Accumulator:
         kind = "f4" if type_ == "f32" else "u4"
         self.columns, self.half = columns, type_ == "f16"
         self.reads, self.writes = decoder.read_all(vector, kind), decoder.write_all(vector, kind)
-        self.key = tuple(r.index for r in vector.items if isinstance(r, Register))
+        self.key = tuple(r.number for r in vector.items if isinstance(r, Register))
 
     def load(self, slots: list) -> np.ndarray:
         """Registers -> (16, N) float32."""
@@ -113,7 +113,8 @@ def _compute(warp: Warp, multiplies: list[_Multiply]) -> None:
         accumulator.store(warp.slots, matrix, warp.mask)
 
 
-@effect("wgmma.mma_async.sync.aligned")
+# A control instruction, so that whatever follows it is checked for the registers it holds.
+@control("wgmma.mma_async.sync.aligned")
 def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     """wgmma.mma_async m64nNkK: D (+)= A B, A from shared memory or registers."""
     shape = mods.left.pop(0)
@@ -139,7 +140,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     a_tile = Tile(64, depth, ELEMENT_BYTES[a_type], a_mn)
     b_tile = Tile(columns, depth, ELEMENT_BYTES[b_type], b_mn)
     written = sum(1 << index for index in accumulator.key)
-    read = sum(1 << r.index for r in a.items) if from_registers else 0
+    read = sum(1 << r.number for r in a.items) if from_registers else 0
     signs = float(values[0] * values[1])
 
     def run(warp: Warp, mask: np.ndarray) -> None:

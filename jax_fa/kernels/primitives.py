@@ -51,20 +51,23 @@ def make_mma(dtype: type, columns: int, b_major: OperandMajorMode, a_in_register
     return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
-@cute.jit
-def multiply(mma: cute.TiledMma, acc: cute.Tensor, operands: tuple, accumulate: Boolean):
-    """Issues ``acc (+)= A B`` as one committed group of asynchronous wgmma.
+def issue(mma: object, acc: cute.Tensor, operands: tuple, accumulate: bool, slabs: range) -> None:
+    """Issues the wgmma of ``acc (+)= A B`` for some 16-wide slabs of the K mode, asynchronously.
 
-    ``operands`` are the fragments A and B, the K mode last. The caller waits, and until then
-    touches neither ``acc`` nor A.
+    ``operands`` are the fragments A and B, the K mode last. The caller fences before the first
+    slab, commits after the last, and until it has waited touches neither ``acc`` nor A.
     """
     a, b = operands
     atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+    for k in slabs:
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
+
+
+def multiply(mma: object, acc: cute.Tensor, operands: tuple, accumulate: bool) -> None:
+    """Issues ``acc (+)= A B`` as one committed group; see ``issue``."""
+    warpgroup.fence()
+    issue(mma, acc, operands, accumulate, range(cute.size(operands[0], mode=[2])))
     warpgroup.commit_group()
 
 
@@ -121,6 +124,20 @@ def complete_tx(barrier: cute.Pointer, size_bytes: int):
     cute.arch.inline_ptx(
         "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [{$r0}], {$r1};",
         read_only_args=[barrier, Int32(size_bytes)],
+    )
+
+
+def widen(word: Int32, dtype: type) -> tuple[Float32, Float32]:
+    """The two elements of type ``dtype`` in a word, the low half first."""
+    if dtype is BFloat16:
+        code = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
+    else:
+        code = (
+            "{ .reg .f16 low, high; mov.b32 {low, high}, {$r0}; "
+            "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+        )
+    return cute.arch.inline_ptx(
+        code, write_only_types=[Float32, Float32], read_only_args=[word]
     )
 
 

@@ -329,9 +329,9 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
         c.dv.fill(0.0)
         if work.num_steps > 0:
             k_full = k.wait_and_advance()
-            q_full = q.wait()
-            primitives.multiply(c.s_mma, c.s, (c.k, c.q[None, None, None, q_full.index]), False)
+            issue_s(c, q.wait().index)
             v_full = v.wait_and_advance()
+            warpgroup.wait_group(0)
             at = Step(work.blocks.start, work.first_head, parity)
             for _ in cutlass.range(work.num_steps - 1, unroll=1):
                 q, dout = step(variant, True, x, c, (q, dout), (work, at))
@@ -365,40 +365,32 @@ def step(
     pipes: tuple,
     where: tuple,
 ):
-    """One query block, whose S has been issued; issues S of the next one if there is one.
+    """One query block, whose S is there; brings S of the next one if there is one.
 
-    Products retire in the order of issue, so ``wait_group(n)`` tells how many are still running.
+    Products retire in the order of issue, so ``wait_group(n)`` leaves the n youngest running. None
+    runs across the border of two steps: ptxas would give up on asynchrony (C7514, CUDA 13.0).
     """
     q, dout = pipes
     work, at = where
+    early = has_next and variant.config.next_s == "after_dv"
+    late = has_next and variant.config.next_s == "after_dk"
     q_full = q.current_handle()
     q.advance()
     dout_full = dout.wait_and_advance()
     dp = c.s_mma.make_fragment_C(c.s.shape)
     primitives.multiply(c.s_mma, dp, (c.v, c.dout[None, None, None, dout_full.index]), False)
-    warpgroup.wait_group(1)
-    if (at.q_block < work.blocks.full_start) | (at.q_block >= work.blocks.full_end):
+    if const_expr(False):
         mask_block(variant, c, work, at)
-    lse2 = columns_of(c, x.smem.lse2[None, q_full.index])
-    by_key = primitives.by_row(c.s)
-    for i in cutlass.range_constexpr(cute.size(by_key, mode=[1])):
-        for r in cutlass.range_constexpr(softmax.ROWS):
-            z = by_key[r, i] * x.scalars.scale_log2 - lse2[i]
-            by_key[r, i] = cute.math.exp2(z, fastmath=True)
     p = c.dv_mma.make_fragment_A(c.dv_mma.partition_shape_A((ROWS, variant.config.block_q)))
-    primitives.narrow(c.s, p)
-    primitives.multiply(c.dv_mma, c.dv, (p, c.dout_rows[None, None, None, dout_full.index]), True)
-    delta = columns_of(c, x.smem.delta[None, dout_full.index])
-    warpgroup.wait_group(1)
-    dp_by_key = primitives.by_row(dp)
-    for i in cutlass.range_constexpr(cute.size(by_key, mode=[1])):
-        for r in cutlass.range_constexpr(softmax.ROWS):
-            dp_by_key[r, i] = by_key[r, i] * (dp_by_key[r, i] - delta[i])
+    exponentiate(c, x.smem.lse2[None, q_full.index], x.scalars.scale_log2, p)
+    warpgroup.wait_group(0)
     ds = c.dk_mma.make_fragment_A(c.dk_mma.partition_shape_A((ROWS, variant.config.block_q)))
+    differentiate(c, x.smem.delta[None, dout_full.index], p, dp)
     primitives.narrow(dp, ds)
     rounded = cute.make_tensor(ds.iterator, dp.layout)
     target = c.ds_target[None, None, None, at.parity]
     cute.copy(c.ds_store, c.ds_store.retile(rounded), target)
+    primitives.multiply(c.dv_mma, c.dv, (p, c.dout_rows[None, None, None, dout_full.index]), True)
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
     take_turn(variant, x, c, work, at)
@@ -408,29 +400,55 @@ def step(
     dq = c.dq_mma.make_fragment_C(c.dq_mma.partition_shape_C(variant.dq_shape))
     primitives.multiply(c.dq_mma, dq, (c.ds[None, None, None, at.parity], c.k_rows), False)
     primitives.multiply(c.dk_mma, c.dk, (ds, c.q_rows[None, None, None, q_full.index]), True)
-    running = 2
-    if const_expr(has_next):
-        q_next = q.wait()
-        primitives.multiply(c.s_mma, c.s, (c.k, c.q[None, None, None, q_next.index]), False)
-        running = 3
-    warpgroup.wait_group(running)
+    warpgroup.wait_group(1)
     dout_full.release()
-    warpgroup.wait_group(running - 1)
+    if const_expr(has_next):
+        issue_s(c, q.wait().index)
     add_dq(variant, x, c, work, at, dq)
-    warpgroup.wait_group(running - 2)
+    warpgroup.wait_group(0)
     q_full.release()
     return q, dout
 
 
 @cute.jit
-def columns_of(c: Consumer, stats: cute.Tensor) -> list:
-    """The floats of ``stats`` that belong to this thread's columns, in the order of ``by_row``."""
-    pairs = cute.zipped_divide(stats, (2,))
-    values = []
-    for group in cutlass.range_constexpr(cute.size(stats) // 8):
-        pair = pairs[None, c.thread % 4 + 4 * group].load()
-        values += [pair[0], pair[1]]
-    return values
+def issue_s(c: Consumer, stage: Int32):
+    """Starts the scores of this consumer's keys and the queries in ``stage``."""
+    primitives.multiply(c.s_mma, c.s, (c.k, c.q[None, None, None, stage]), False)
+
+
+def column_pair(c: Consumer, stats: cute.Tensor, group: int) -> cute.Tensor:
+    """The two floats of ``stats`` that belong to this thread's columns in a group of 8."""
+    return cute.zipped_divide(stats, (2,))[None, c.thread % 4 + 4 * group].load()
+
+
+@cute.jit
+def exponentiate(c: Consumer, lse2: cute.Tensor, scale_log2: Float32, p: cute.Tensor):
+    """P from the scores, which are gone afterwards."""
+    by_key = primitives.by_row(c.s)
+    for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
+        pair = column_pair(c, lse2, group)
+        for r in cutlass.range_constexpr(softmax.ROWS):
+            for i in cutlass.range_constexpr(2):
+                z = by_key[r, 2 * group + i] * scale_log2 - pair[i]
+                by_key[r, 2 * group + i] = cute.math.exp2(z, fastmath=True)
+    primitives.narrow(c.s, p)
+
+
+@cute.jit
+def differentiate(c: Consumer, delta: cute.Tensor, p: cute.Tensor, dp: cute.Tensor):
+    """dS = P (dP - delta), in place of dP.
+
+    P is what dV uses, rounded: the float32 one would occupy registers that the next S needs.
+    """
+    by_key = primitives.by_row(dp)
+    words = cute.recast_tensor(p, Int32)
+    for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
+        pair = column_pair(c, delta, group)
+        for r in cutlass.range_constexpr(softmax.ROWS):
+            p_pair = primitives.widen(words[softmax.ROWS * group + r], p.element_type)
+            for i in cutlass.range_constexpr(2):
+                at = (r, 2 * group + i)
+                by_key[at] = p_pair[i] * (by_key[at] - pair[i])
 
 
 @cute.jit

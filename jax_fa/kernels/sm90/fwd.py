@@ -400,8 +400,14 @@ def products(variant: cutlass.Constexpr, c: Consumer, q_index: Int32, pipes: Pip
     take_turn(variant, c)
     multiply_qk(variant, c, scores, q_index, k_full.index)
     v_full = v.wait_and_advance()
-    primitives.multiply(c.pv, c.out, (c.p, c.v[None, None, None, v_full.index]), True)
+    operands = (c.p, c.v[None, None, None, v_full.index])
+    slabs = variant.config.block_kv // 16
+    before_turn = slabs - variant.config.turn_slabs
+    warpgroup.fence()
+    primitives.issue(c.pv, c.out, operands, True, range(before_turn))
     pass_turn(variant, c)
+    primitives.issue(c.pv, c.out, operands, True, range(before_turn, slabs))
+    warpgroup.commit_group()
     warpgroup.wait_group(1)
     k_full.release()
     return scores, v_full, k, v
@@ -575,6 +581,7 @@ def store(
         )
     row = span.first_row + c.index * ROWS + primitives.row_in_tile(c.thread)
     factors = cute.make_rmem_tensor((softmax.ROWS,), Float32)
+    out_rows = primitives.by_row(c.out)
     for r in cutlass.range_constexpr(softmax.ROWS):
         result = softmax.finish_row(
             state.maximum[r], state.total[r], x.scalars.scale_log2, sink
@@ -583,6 +590,9 @@ def store(
         if const_expr(variant.is_general):
             if row + 8 * r >= span.q_len:
                 factor, lse = Float32(0.0), -Float32.inf
+                # The query may hold anything here, NaN too.
+                for i in cutlass.range_constexpr(cute.size(out_rows, mode=[1])):
+                    out_rows[r, i] = Float32(0.0)
         factors[r] = factor
         if (primitives.first_column(c.thread) == 0) & (row + 8 * r < span.q_slot):
             x.arrays.lse[span.q_start + row + 8 * r, tile.q_head, tile.batch] = lse

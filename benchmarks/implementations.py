@@ -1,0 +1,86 @@
+"""Who is measured: each implementation of attention as a function that runs a workload once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_fa
+from benchmarks.workloads import Direction, Workload
+
+Runner = Callable[[], Any]
+"""Runs once and returns the results, finished."""
+
+
+def arrays(workload: Workload) -> dict[str, np.ndarray]:
+    """Inputs and the output's cotangent, float32, the same for every implementation."""
+    generator = np.random.default_rng(0)
+    return {
+        name: generator.standard_normal(shape, np.float32)
+        for name, shape in workload.shapes().items()
+    }
+
+
+def jax_runner(
+    attention: Callable[..., Any], workload: Workload, dtype: str, direction: Direction
+) -> Runner:
+    """A runner of anything with the signature of ``jax.nn.dot_product_attention``."""
+    inputs = {name: jnp.asarray(x, dtype) for name, x in arrays(workload).items()}
+    apply = partial(attention, is_causal=workload.is_causal, local_window_size=workload.window)
+
+    def forward(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        return apply(q, k, v)
+
+    def forward_backward(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pullback = jax.vjp(apply, q, k, v)
+        return out, pullback(dout)
+
+    function = forward if direction == "forward" else forward_backward
+    compiled = jax.jit(function).lower(**inputs).compile()
+    return lambda: jax.block_until_ready(compiled(**inputs))
+
+
+def torch_runner(workload: Workload, dtype: str, direction: Direction) -> Runner:
+    """A runner of PyTorch's fused attention on the CPU, on arrays in the layout that it prefers."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    q, k, v, dout = (
+        torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2).contiguous()
+        for x in arrays(workload).values()
+    )
+    apply = partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        is_causal=workload.is_causal,
+        enable_gqa=workload.num_kv_heads != workload.num_q_heads,
+    )
+    if direction == "forward":
+        return lambda: apply(q, k, v)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward_backward() -> Any:
+        out = apply(q, k, v)
+        return out, torch.autograd.grad(out, inputs, dout)
+
+    return forward_backward
+
+
+RUNNERS: dict[str, Callable[[Workload, str, Direction], Runner]] = {
+    "jax_fa": partial(jax_runner, jax_fa.attention),
+    "jax.nn xla": partial(jax_runner, partial(jax.nn.dot_product_attention, implementation="xla")),
+    "torch": torch_runner,
+}
+
+
+def is_available(name: str, workload: Workload) -> bool:
+    """Whether an implementation is installed and can run a workload without a T x S mask array."""
+    if name != "torch":
+        return True
+    return workload.window is None and importlib.util.find_spec("torch") is not None

@@ -1,0 +1,70 @@
+"""How it is measured: candidates take turns in one run, so that drift meets all of them alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How often a candidate runs.
+
+    Attributes:
+        warmup: untimed runs of each candidate.
+        rounds: timed runs of each.
+        seconds: no new round begins after this long, once there are ``min_rounds``.
+        min_rounds: timed runs of each, however long they take.
+    """
+
+    warmup: int = 1
+    rounds: int = 32
+    seconds: float = 20.0
+    min_rounds: int = 3
+
+
+CPU_PROTOCOL = Protocol()
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds of each timed run of a candidate, in order."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median in seconds."""
+        return float(np.median(self.seconds))
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third quartile in seconds."""
+        low, high = np.percentile(self.seconds, (25, 75))
+        return float(low), float(high)
+
+    def speedup_over(self, other: Samples) -> float:
+        """How many times as fast as ``other``: the median over rounds that both ran."""
+        return float(np.median(np.divide(other.seconds, self.seconds)))
+
+
+def interleaved(
+    candidates: Mapping[str, Callable[[], object]], protocol: Protocol
+) -> dict[str, Samples]:
+    """Times functions that return when their work is done, one of each per round."""
+    for run in candidates.values():
+        for _ in range(protocol.warmup):
+            run()
+    taken: dict[str, list[float]] = {name: [] for name in candidates}
+    start = time.perf_counter()
+    for round_index in range(protocol.rounds):
+        if round_index >= protocol.min_rounds and time.perf_counter() - start > protocol.seconds:
+            break
+        for name, run in candidates.items():
+            before = time.perf_counter()
+            run()
+            taken[name].append(time.perf_counter() - before)
+    return {name: Samples(tuple(seconds)) for name, seconds in taken.items()}

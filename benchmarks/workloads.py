@@ -1,0 +1,85 @@
+"""What is measured: named attention problems, the same for every platform and implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+Direction = Literal["forward", "forward+backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
+
+_PRODUCTS = {"forward": 2, "forward+backward": 7}
+"""T x S x D products: QK and PV; the backward has QK again, dV, dP, dQ and dK."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An attention problem by its sizes (letters as in ``jax_fa.attention``).
+
+    Attributes:
+        name: stable; results of different runs are compared by it.
+        batch: B.
+        q_len: T.
+        kv_len: S.
+        num_q_heads: N.
+        num_kv_heads: K.
+        head_dim: D, and Dv.
+        is_causal: no key beyond the diagonal, which starts at key 0.
+        window: keys seen before and beyond the diagonal, or None.
+    """
+
+    name: str
+    batch: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_causal: bool = True
+    window: tuple[int, int] | None = None
+
+    def shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        """Shapes of q, k, v and of the output's cotangent."""
+        q = (self.batch, self.q_len, self.num_q_heads, self.head_dim)
+        k = (self.batch, self.kv_len, self.num_kv_heads, self.head_dim)
+        return {"q": q, "k": k, "v": k, "dout": q}
+
+    def visible_pairs(self) -> int:
+        """Number of (query, key) pairs that are computed for one head of one sequence."""
+        diagonal = np.arange(self.q_len)
+        left, right = self.window or (self.q_len, self.kv_len)
+        right = min(right, 0) if self.is_causal else right
+        first = np.maximum(diagonal - left, 0)
+        end = np.minimum(diagonal + right + 1, self.kv_len)
+        return int(np.maximum(end - first, 0).sum())
+
+    def flops(self, direction: Direction) -> int:
+        """Floating point operations of the products over visible pairs."""
+        per_pair = 2 * self.head_dim * _PRODUCTS[direction]
+        return per_pair * self.visible_pairs() * self.batch * self.num_q_heads
+
+    def with_length(self, length: int) -> Workload:
+        """The same problem over ``length`` queries and keys, named after it."""
+        return replace(self, name=f"{self.name}_{length}", q_len=length, kv_len=length)
+
+
+_SCALING_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+MAIN = Workload("causal_4k", 1, 4096, 4096, 8, 8, 64)
+"""The workload of the acceptance figures of the CPU platform."""
+
+CPU = (
+    MAIN,
+    replace(MAIN, name="full_4k", is_causal=False),
+    replace(MAIN, name="gqa_4k", num_kv_heads=2),
+    replace(MAIN, name="window_4k", window=(255, 0)),
+    Workload("short_batch", 8, 512, 512, 8, 8, 64),
+    Workload("wide_head_2k", 1, 2048, 2048, 4, 4, 128),
+)
+
+CPU_SCALING = tuple(
+    Workload("scaling", 1, 0, 0, 2, 2, 64).with_length(length) for length in _SCALING_LENGTHS
+)
+"""Two heads, so that the T x S array of an unfused implementation fits at the longest length."""

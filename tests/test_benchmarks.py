@@ -1,0 +1,88 @@
+"""The benchmarks count, time and report what they say."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import cpu, implementations, memory, report, timing, workloads
+from benchmarks.timing import Protocol, Samples
+from benchmarks.workloads import MAIN, Workload
+
+SMALL = Workload("small", 1, 64, 64, 2, 1, 16)
+
+
+@pytest.mark.parametrize("window", [None, (5, 0), (3, 4)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(12, 12), (12, 7), (7, 12)])
+def test_visible_pairs_are_those_of_the_mask(q_len, kv_len, is_causal, window):
+    distance = np.arange(q_len)[:, None] - np.arange(kv_len)
+    seen = distance >= (0 if is_causal else -kv_len)
+    if window is not None:
+        seen &= (distance <= window[0]) & (-distance <= window[1])
+    workload = Workload("", 1, q_len, kv_len, 1, 1, 8, is_causal=is_causal, window=window)
+    assert workload.visible_pairs() == seen.sum()
+
+
+def test_flops_count_two_products_forward_and_seven_with_the_backward():
+    full = replace(SMALL, is_causal=False)
+    assert full.flops("forward") == 4 * 2 * 64 * 64 * 16
+    assert full.flops("forward+backward") == 14 * 2 * 64 * 64 * 16
+
+
+def test_candidates_take_turns():
+    calls = []
+    candidates = {name: lambda name=name: calls.append(name) for name in "ab"}
+    taken = timing.interleaved(candidates, Protocol(warmup=1, rounds=3))
+    assert calls == ["a", "b", *"ababab"]
+    assert [len(samples.seconds) for samples in taken.values()] == [3, 3]
+
+
+def test_time_limit_ends_rounds_but_not_the_first():
+    taken = timing.interleaved({"a": lambda: None}, Protocol(rounds=9, seconds=-1, min_rounds=2))
+    assert len(taken["a"].seconds) == 2
+
+
+def test_speedup_compares_within_rounds():
+    # The machine was twice as slow in the second round, for both.
+    assert Samples((1.0, 2.0)).speedup_over(Samples((3.0, 6.0))) == 3.0
+
+
+@pytest.mark.parametrize("direction", workloads.DIRECTIONS)
+def test_implementations_agree(direction):
+    results = []
+    for name, make in implementations.RUNNERS.items():
+        if implementations.is_available(name, SMALL):
+            out = make(SMALL, "float32", direction)()
+            out = out if direction == "forward" else out[0]
+            out = np.asarray(out if name != "torch" else out.detach().transpose(1, 2))
+            results.append(out)
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], atol=1e-5)
+
+
+def test_memory_of_an_unfused_implementation_is_that_of_its_scores():
+    workload = Workload("", 1, 2048, 2048, 2, 2, 16)
+    scores = 4 * 2 * 2048**2
+    unfused = memory.peak_bytes("jax.nn xla", workload, "float32", "forward")
+    fused = memory.peak_bytes("jax_fa", workload, "float32", "forward")
+    assert unfused is not None and fused is not None
+    assert unfused >= scores > 2 * fused
+
+
+def test_command_writes_table_samples_plot_and_goals(tmp_path, monkeypatch, capsys):
+    main = replace(SMALL, name=MAIN.name)
+    monkeypatch.setattr(workloads, "MAIN", main)
+    monkeypatch.setattr(workloads, "CPU", (main,))
+    monkeypatch.setattr(workloads, "CPU_SCALING", (SMALL.with_length(128),))
+    monkeypatch.setattr(memory, "peak_bytes", lambda *_: 65 * 2**20)
+    arguments = ["--seconds", "0", "--dtypes", "float32", "--output", str(tmp_path)]
+    assert cpu.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "MISSED: float32, forward: 65.0 MB above inputs and outputs (goal: 64)" in printed
+    assert f"| {MAIN.name} | float32 | forward | {report.SUBJECT} |" in printed
+    assert (tmp_path / "cpu.png").read_bytes().startswith(b"\x89PNG")
+    records = json.loads((tmp_path / "cpu.json").read_text())["records"]
+    assert {r["workload"]["name"] for r in records} == {MAIN.name, "small_128"}
+    assert all(len(r["samples"]["seconds"]) >= 3 for r in records)
