@@ -115,7 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = (*workloads.CPU, *workloads.CPU_SCALING)
     parser = argparse.ArgumentParser("python -m benchmarks.cpu", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=[w.name for w in every], metavar="WORKLOAD")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=("float32", "bfloat16", "float16"),
+        default=["float32", "bfloat16"],
+    )
     parser.add_argument("--seconds", type=float, default=CPU_PROTOCOL.seconds, help="per point")
     parser.add_argument("--min-rounds", type=int, default=CPU_PROTOCOL.min_rounds)
     parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), metavar="DIR")
@@ -130,8 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtypes = args.dtypes[:1] if workload in workloads.CPU_SCALING else args.dtypes
         for dtype in dtypes:
             for direction in DIRECTIONS:
-                print(f"{workload.name}, {dtype}, {direction} ...", file=sys.stderr, flush=True)
-                records += measure(workload, dtype, direction, protocol)
+                taken = measure(workload, dtype, direction, protocol)
+                records += taken
+                medians = (f"{r.implementation} {1e3 * r.samples.median:.1f} ms" for r in taken)
+                print(
+                    f"{workload.name}, {dtype}, {direction}: {', '.join(medians)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     args.output.mkdir(parents=True, exist_ok=True)
     report.write_json(records, about, args.output / "cpu.json")
     report.plot_growth(

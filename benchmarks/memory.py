@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import json
@@ -47,6 +48,8 @@ def _resident_bytes(field: str) -> int:
 def _measure(name: str, workload: Workload, dtype: str, direction: Direction) -> int:
     run = RUNNERS[name](workload, dtype, direction)
     gc.collect()
+    # Free memory that stays resident would hide as much of what the run takes.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     # Resets the peak (VmHWM) to the present: Linux, Documentation/filesystems/proc.rst.
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_bytes("VmRSS")

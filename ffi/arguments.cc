@@ -10,8 +10,17 @@ namespace {
 namespace ffi = ::xla::ffi;
 
 constexpr const char* kInputs[] = {
-    "q",          "k",           "v",        "q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k",
-    "q_segments", "kv_segments", "q_offset", "sinks",
+    "q",
+    "k",
+    "v",
+    "q_lengths",
+    "kv_lengths",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "q_segments",
+    "kv_segments",
+    "q_offset",
+    "sinks",
 };
 constexpr const char* kBackwardInputs[] = {"out", "lse", "dout", "dlse"};
 constexpr const char* kForwardOutputs[] = {"out", "lse"};
@@ -78,8 +87,8 @@ class Reader {
     const Shape got(buffer->dimensions().begin(), buffer->dimensions().end());
     if (buffer->element_type() != dtype || got != shape) {
       std::ostringstream text;
-      text << name << " should be " << dtype << ToString(shape) << ", but is " << buffer->element_type()
-           << ToString(got);
+      text << name << " should be " << dtype << ToString(shape) << ", but is "
+           << buffer->element_type() << ToString(got);
       Complain(text.str());
     }
     return buffer->untyped_data();
@@ -123,14 +132,27 @@ bool ReadExtents(Reader& reader, const Attributes& attributes, Problem* problem,
     return false;
   }
   if (kd[2] == 0 || qd[2] % kd[2] != 0) {
-    reader.Complain("query heads (" + std::to_string(qd[2]) + ") should be a multiple of key/value heads (" +
-                    std::to_string(kd[2]) + ")");
+    reader.Complain("query heads (" + std::to_string(qd[2]) +
+                    ") should be a multiple of key/value heads (" + std::to_string(kd[2]) + ")");
     return false;
   }
-  const int64_t sequences = cu_q->element_count() > 0 ? static_cast<int64_t>(cu_q->element_count()) - 1 : qd[0];
-  *problem = {*dtype, qd[0], sequences, qd[1], kd[1], qd[2], kd[2], qd[3], vd[3],
-              attributes.scale, attributes.soft_cap, attributes.window_left, attributes.window_right,
-              attributes.bottom_right, attributes.deterministic};
+  const int64_t sequences =
+      cu_q->element_count() > 0 ? static_cast<int64_t>(cu_q->element_count()) - 1 : qd[0];
+  *problem = {*dtype,
+              qd[0],
+              sequences,
+              qd[1],
+              kd[1],
+              qd[2],
+              kd[2],
+              qd[3],
+              vd[3],
+              attributes.scale,
+              attributes.soft_cap,
+              attributes.window_left,
+              attributes.window_right,
+              attributes.bottom_right,
+              attributes.deterministic};
   layout->dtype = q->element_type();
   layout->q = {qd[0], qd[1], qd[2], qd[3]};
   layout->k = {qd[0], kd[1], kd[2], qd[3]};
@@ -165,7 +187,8 @@ bool ReadInputs(Reader& reader, const Attributes& attributes, Params* params, La
   if ((extras.cu_seqlens_q == nullptr) != (extras.cu_seqlens_k == nullptr)) {
     reader.Complain("cu_seqlens_q and cu_seqlens_k should be given together");
   }
-  if (p.q_len > 0 && p.kv_len > 0 && (extras.q_segments == nullptr) != (extras.kv_segments == nullptr)) {
+  if (p.q_len > 0 && p.kv_len > 0 &&
+      (extras.q_segments == nullptr) != (extras.kv_segments == nullptr)) {
     reader.Complain("q_segments and kv_segments should be given together");
   }
   return reader.ok();
@@ -178,7 +201,8 @@ void Append(const char* const (&names)[n], std::vector<std::string>* out) {
 
 }  // namespace
 
-ffi::ErrorOr<FwdParams> ForwardParams(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+ffi::ErrorOr<FwdParams> ForwardParams(const ffi::RemainingArgs& args,
+                                      const ffi::RemainingRets& rets,
                                       const Attributes& attributes) {
   Reader reader(args, rets, "jax_fa forward");
   FwdParams params{};
@@ -191,7 +215,8 @@ ffi::ErrorOr<FwdParams> ForwardParams(const ffi::RemainingArgs& args, const ffi:
   return params;
 }
 
-ffi::ErrorOr<BwdParams> BackwardParams(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+ffi::ErrorOr<BwdParams> BackwardParams(const ffi::RemainingArgs& args,
+                                       const ffi::RemainingRets& rets,
                                        const Attributes& attributes) {
   Reader reader(args, rets, "jax_fa backward");
   BwdParams params{};
@@ -200,12 +225,14 @@ ffi::ErrorOr<BwdParams> BackwardParams(const ffi::RemainingArgs& args, const ffi
   params.out = reader.Next("out", layout.dtype, layout.out);
   params.lse = static_cast<const float*>(reader.Next("lse", ffi::DataType::F32, layout.lse));
   params.dout = reader.Next("dout", layout.dtype, layout.out);
-  params.dlse = static_cast<const float*>(reader.NextOptional("dlse", ffi::DataType::F32, layout.lse));
+  params.dlse =
+      static_cast<const float*>(reader.NextOptional("dlse", ffi::DataType::F32, layout.lse));
   reader.ReadResults();
   params.dq = reader.Next("dq", layout.dtype, layout.q);
   params.dk = reader.Next("dk", layout.dtype, layout.k);
   params.dv = reader.Next("dv", layout.dtype, layout.v);
-  params.dsinks = static_cast<float*>(reader.NextOptional("dsinks", ffi::DataType::F32, layout.sinks));
+  params.dsinks =
+      static_cast<float*>(reader.NextOptional("dsinks", ffi::DataType::F32, layout.sinks));
   params.scratch.dq_sum = reader.NextScratch();
   params.scratch.row_stats = reader.NextScratch();
   params.scratch.dkv_sums = reader.NextScratch();

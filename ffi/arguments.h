@@ -1,10 +1,12 @@
-// From XLA FFI call frames to FwdParams / BwdParams: the one place that knows operand order, attribute
-// names and shapes. jax_fa/bindings.py is the other side of this agreement (a test compares them).
+// From XLA FFI call frames to FwdParams / BwdParams: the one place that knows operand order,
+// attribute names and shapes. jax_fa/bindings.py is the other side of this agreement (a test
+// compares them).
 //
 // Operands of both operations, in order; an absent one is an array of zero elements:
 //   q k v  q_lengths kv_lengths  cu_seqlens_q cu_seqlens_k  q_segments kv_segments  q_offset sinks
-// forward returns  out lse;  backward takes in addition  out lse dout dlse  and returns  dq dk dv dsinks,
-// and on CUDA its scratch,  dq_sum row_stats dkv_sums turns,  whose shapes jax_fa/kernels/abi.py knows.
+// forward returns  out lse;  backward takes in addition  out lse dout dlse  and returns  dq dk dv
+// dsinks, and on CUDA its scratch,  dq_sum row_stats dkv_sums turns,  whose shapes
+// jax_fa/kernels/abi.py knows.
 #ifndef JAX_FA_ARGUMENTS_H_
 #define JAX_FA_ARGUMENTS_H_
 

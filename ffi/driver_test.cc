@@ -144,6 +144,14 @@ void OrdinalsAreChecked() {
   Check(QueryDevice(-1, nullptr, &device).has_value(), "a negative ordinal is refused");
 }
 
+void WithoutDriverOrContextThereIsAReason() {
+  Device device;
+  const Failure query = QueryDevice(0, nullptr, &device);
+  const Failure load = Load(kObject, 0, nullptr);
+  Check(query.has_value() && !query->empty(), "a device that cannot be asked");
+  Check(load.has_value() && !load->empty(), "a device that cannot be loaded to");
+}
+
 void ObjectsOutsideOfCallsAreRefused() {
   Check(_cudaLaunchKernelEx(nullptr, nullptr, nullptr) == 3, "a launch outside of a call fails");
 }
@@ -156,6 +164,7 @@ int main() {
   jax_fa::UnknownKernelIsNamed();
   jax_fa::CallNeedsLoad();
   jax_fa::OrdinalsAreChecked();
+  jax_fa::WithoutDriverOrContextThereIsAReason();
   jax_fa::ObjectsOutsideOfCallsAreRefused();
   std::printf("driver_test: %d failed\n", jax_fa::failed);
   return jax_fa::failed != 0;

@@ -24,11 +24,11 @@ struct Problem {
   int64_t head_dim;       // D
   int64_t value_dim;      // Dv
   float scale;
-  float soft_cap;         // 0: none
-  int32_t window_left;    // keys before the diagonal, or kUnbounded
-  int32_t window_right;   // keys beyond the diagonal, or kUnbounded; causal is 0
-  bool bottom_right;      // alignment of the diagonal
-  bool deterministic;     // backward only
+  float soft_cap;        // 0: none
+  int32_t window_left;   // keys before the diagonal, or kUnbounded
+  int32_t window_right;  // keys beyond the diagonal, or kUnbounded; causal is 0
+  bool bottom_right;     // alignment of the diagonal
+  bool deterministic;    // backward only
 };
 
 // Per-sequence and per-token operands. A null pointer means "absent".

@@ -44,16 +44,19 @@ nb::dict Registrations() {
   return platforms;
 }
 
-// The C++ band, for the test that compares it with band.py. window: shift, left, right, q_len, kv_len.
+// The C++ band, for the test that compares it with band.py. window: shift, left, right, q_len,
+// kv_len.
 std::pair<int64_t, int64_t> KeysOf(const std::vector<int64_t>& window, int64_t row) {
   const jax_fa::Range keys =
-      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.KeysOf(row);
+      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.KeysOf(
+          row);
   return {keys.lo, keys.hi};
 }
 
 std::pair<int64_t, int64_t> RowsOf(const std::vector<int64_t>& window, int64_t key) {
   const jax_fa::Range rows =
-      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.RowsOf(key);
+      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.RowsOf(
+          key);
   return {rows.lo, rows.hi};
 }
 

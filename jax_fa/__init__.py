@@ -1,9 +1,9 @@
 """Exact fused attention for JAX. ``jax_fa.attention`` is a drop-in for jax.nn's."""
 
-from pkgutil import extend_path
+from pkgutil import extend_path as _extend_path
 
 # In a checkout this folder shadows the installed package, which is where the extension is.
-__path__ = extend_path(__path__, __name__)
+__path__ = _extend_path(__path__, __name__)
 
 from jax_fa.api import Explanation as Explanation
 from jax_fa.api import attention as attention

@@ -22,8 +22,10 @@ results are kept under a content hash (``--cache``). Whether the DSL is there:
 from __future__ import annotations
 
 import argparse
+import ast
 import ctypes
 import fnmatch
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -57,7 +59,6 @@ HOSTS = {
 """Processors that the host code can be compiled for, as the DSL's ``--host-target`` names them."""
 
 _PACKAGE = Path(__file__).parent
-_PLANNING_SOURCES = ("band.py", "problem.py", "config.py")
 _CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward"}
 _FORMAT = 2  # of cache entries; raised when this file would make others of the same inputs
 _CACHE_DAYS = 30
@@ -115,13 +116,35 @@ def choose_config(variant: Variant) -> Any:
     return getattr(config, _CHOICES[variant.operation])(variant.key)
 
 
+def sources(variant: Variant) -> list[Path]:
+    """The files of this package that the kernels of ``variant`` are made of: module and imports."""
+    found: set[Path] = set()
+    pending = {_PACKAGE / "kernels" / variant.arch / f"{variant.operation}.py"}
+    while pending:
+        path = pending.pop()
+        found.add(path)
+        pending |= _imports(path, path.stat().st_mtime_ns) - found
+    return sorted(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _imports(path: Path, _modified: int) -> frozenset[Path]:
+    """Files of this package that the file at ``path`` imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {f"{node.module}"}
+    ours = (name.split(".")[1:] for name in names if name.startswith("jax_fa."))
+    files = {_PACKAGE.joinpath(*parts).with_suffix(".py") for parts in ours}
+    return frozenset(file for file in files if file.exists())
+
+
 def content_hash(variant: Variant, host: str) -> str:
     """Changes with everything that the object of ``variant`` depends on."""
     digest = hashlib.sha256()
-    kernels = _PACKAGE / "kernels"
-    sources = [_PACKAGE / name for name in _PLANNING_SOURCES]
-    sources += sorted(kernels.glob("*.py")) + sorted((kernels / variant.arch).glob("*.py"))
-    for path in sources:
+    for path in sources(variant):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     digest.update(repr((_FORMAT, variant, choose_config(variant), HOSTS[host])).encode())
     digest.update(repr(_dsl_distributions()).encode())
@@ -150,6 +173,8 @@ def compile_variant(job: Job) -> None:
         (ptx,) = made.glob("*.ptx")
         symbol = entry_symbol(variant, header.read_text())
         kernels = aot_cubin.kernels(made / f"{variant.name}.o")
+        if content_hash(variant, job.host) not in job.stem.name:
+            raise AotError(f"{variant.name}: sources changed while it was compiled; run again")
         record = {
             "name": variant.name,
             "symbol": symbol,
@@ -245,7 +270,7 @@ def run(jobs: Sequence[Job], num_processes: int) -> None:
             else:
                 is_ours = isinstance(error, AotError)
                 failures.append(str(error if is_ours else error.__cause__ or error).strip())
-                outcome = "FAILED"
+                outcome = f"FAILED: {failures[-1].splitlines()[-1][:200]}"
             _tell(f"[{count}/{len(missing)}] {job.variant.name}: {outcome}")
     if failures:
         raise AotError("\n\n".join([*failures, f"{len(failures)} variants do not compile"]))
@@ -276,7 +301,11 @@ def write_output(jobs: Sequence[Job], output: Path, keep_ptx: bool) -> None:
         for job, record in zip(jobs, records, strict=True)
     ]
     (output / "kernel_table.gen.cc").write_text(aot_table.table(rows))
-    report = {"dsl": _dsl_version(), "hosts": sorted({j.host for j in jobs}), "variants": records}
+    report = {
+        "dsl": dict(_dsl_distributions()),
+        "hosts": sorted({job.host for job in jobs}),
+        "variants": records,
+    }
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -314,6 +343,7 @@ def _dsl_version() -> str | None:
         return None
 
 
+@functools.cache
 def _dsl_distributions() -> list[tuple[str, str]]:
     """(name, version) of the parts of the DSL; code generators of CUDA 12 and 13 are among them."""
     found = importlib.metadata.distributions()

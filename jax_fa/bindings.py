@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_fa import _jax_fa  # type: ignore[attr-defined]  # the compiled extension
+from jax_fa import _jax_fa
 from jax_fa.choice import Target
 from jax_fa.kernels import abi
 from jax_fa.problem import Gradients, Operands, Problem, Semantics

@@ -46,10 +46,7 @@ class FwdConfig:
         stages: depth of the key ring and of the value ring.
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
-        ping_pong: consumers take turns at the tensor cores.
         q_in_registers: the query fragment is an operand in registers, not in shared memory.
-        turn_slabs: 16-key slabs of PV that a consumer still has to issue when it passes its turn, so
-            that the next one is awake before the tensor cores run dry.
     """
 
     block_kv: int
@@ -58,9 +55,7 @@ class FwdConfig:
     stages: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
-    ping_pong: bool = True
     q_in_registers: bool = False
-    turn_slabs: int = 0
 
     @property
     def block_q(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
@@ -16,7 +15,11 @@ _KEPT = 2
 
 
 class Checkpoints:
-    """The checkpoints of one run in one folder: state, loss of every step so far, configuration."""
+    """The checkpoints of one run in one folder: state, loss of every step so far, configuration.
+
+    Raises:
+        ValueError: the folder holds a run of another configuration.
+    """
 
     def __init__(self, folder: Path, model_config: ModelConfig, train_config: TrainConfig) -> None:
         import orbax.checkpoint as ocp
@@ -29,6 +32,7 @@ class Checkpoints:
         # it is given their memory.
         options = ocp.CheckpointManagerOptions(max_to_keep=_KEPT, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self._check_config()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -51,17 +55,11 @@ class Checkpoints:
         )
 
     def restore(self, state: nnx.State) -> tuple[nnx.State, list[float]]:
-        """The latest saved state and losses, or ``state`` and none if nothing was saved.
-
-        Raises:
-            ValueError: the folder holds a run of another configuration.
-        """
+        """The latest saved state and losses, or ``state`` and none if nothing was saved."""
         step = self._manager.latest_step()
         if step is None:
             return state, []
         args = self._ocp.args
-        saved = self._manager.restore(step, args=args.Composite(config=args.JsonRestore())).config
-        self._check_config(saved)
         like = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(state))
         restored = self._manager.restore(
             step, args=args.Composite(state=args.StandardRestore(like), losses=args.JsonRestore())
@@ -69,7 +67,12 @@ class Checkpoints:
         nnx.replace_by_pure_dict(state, restored.state)
         return state, restored.losses
 
-    def _check_config(self, saved: dict[str, dict[str, Any]]) -> None:
+    def _check_config(self) -> None:
+        step = self._manager.latest_step()
+        if step is None:
+            return
+        args = self._ocp.args
+        saved = self._manager.restore(step, args=args.Composite(config=args.JsonRestore())).config
         differences = [
             f"{name} is {value} and was {saved[part].get(name)}"
             for part, wanted in self._config.items()

@@ -176,8 +176,8 @@ def _self(name: str, length: int, **more: Any) -> Case:
     return Case(name, q_len=length, kv_len=length, **more)
 
 
-_GQA = {"heads": 6, "kv_heads": 2}
-_SMALL = {"head_dim": 32}
+_GQA: dict[str, Any] = {"heads": 6, "kv_heads": 2}
+_SMALL: dict[str, Any] = {"head_dim": 32}
 
 CASES: tuple[Case, ...] = (
     # Shapes.
@@ -228,9 +228,18 @@ CASES: tuple[Case, ...] = (
     Case("window_beyond_the_keys", q_len=250, kv_len=90, window=(16, 16)),
     _self("window_ahead_of_diagonal", 150, window=(-3, 20)),
     # Lengths.
-    Case("lengths", batch=3, q_len=130, kv_len=150, q_lengths=(130, 1, 77), kv_lengths=(64, 150, 65)),
+    Case(
+        "lengths", batch=3, q_len=130, kv_len=150, q_lengths=(130, 1, 77), kv_lengths=(64, 150, 65)
+    ),
     Case("lengths_zero", batch=3, q_len=64, kv_len=64, q_lengths=(0, 64, 5), kv_lengths=(64, 0, 1)),
-    Case("lengths_beyond_slot", batch=2, q_len=50, kv_len=60, q_lengths=(99, -3), kv_lengths=(500, 60)),
+    Case(
+        "lengths_beyond_slot",
+        batch=2,
+        q_len=50,
+        kv_len=60,
+        q_lengths=(99, -3),
+        kv_lengths=(500, 60),
+    ),
     Case("kv_lengths_only", batch=2, q_len=80, kv_len=140, kv_lengths=(129, 3), **_GQA),
     Case(
         "lengths_causal_bottom_right",
@@ -288,7 +297,9 @@ CASES: tuple[Case, ...] = (
     _self("scale_zero", 60, scale=0.0),
     _self("sharp_rows", 160, magnitude=30.0),
     _self("sinks", 140, has_sinks=True, heads=4, kv_heads=4),
-    _self("sinks_gqa_causal_window", 200, has_sinks=True, is_causal=True, window=(30, None), **_GQA),
+    _self(
+        "sinks_gqa_causal_window", 200, has_sinks=True, is_causal=True, window=(30, None), **_GQA
+    ),
     Case(
         "sinks_empty_rows",
         batch=2,

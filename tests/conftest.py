@@ -33,3 +33,21 @@ def _fallback_warnings_start_over():
     from jax_fa import operations
 
     operations._warned.clear()
+
+
+@pytest.fixture
+def no_gpu_kernels(monkeypatch):
+    """A build without GPU kernels, whatever this build holds."""
+    from jax_fa import bindings
+    from jax_fa.choice import Target
+
+    monkeypatch.setattr(bindings, "target", Target)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _shapes_are_checked():
+    """Every call that reaches a kernel or the reference has shapes that fit together."""
+    import shapes
+
+    with shapes.checked():
+        yield

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import Case, Data, make
+from oracle import Results, Tolerance, tolerance
 
 import jax_fa
-from cases import Case, Data, make
 from jax_fa import vjp
 from jax_fa.choice import Implementation
 from jax_fa.problem import Operands
-from oracle import Results, Tolerance, tolerance
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,19 +46,19 @@ def public(case: Case, operands: Operands, **more: Any) -> Any:
     )[None]
 
 
-@lru_cache(maxsize=None)
+@cache
 def data(case: Case, dtype: str) -> Data:
     """``make``, once."""
     return make(case, dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def wanted(case: Case, dtype: str) -> Tolerance:
     """Exact results of a case, forward and backward, and the tolerance."""
     return tolerance(data(case, dtype).operands, case.semantics, data(case, dtype).cotangents)
 
 
-@lru_cache(maxsize=None)
+@cache
 def computed(case: Case, dtype: str, implementation: Implementation | None = None) -> Results:
     """Forward and gradients of a case through the library's ``custom_vjp``."""
     return run(case, data(case, dtype), implementation)

@@ -159,7 +159,10 @@ def attend(
     """
     dtype = np.float64 if rounding is None else np.float32
     element = (lambda x: np.asarray(x, dtype)) if rounding is None else _to_float(rounding)
-    narrow = lambda x: element(x).astype(dtype)  # noqa: E731 (one name for two roundings)
+
+    def narrow(x: Any) -> Any:
+        return element(x).astype(dtype)
+
     group = operands.q.shape[2] // operands.k.shape[2]
     pairs = visible(operands, semantics)[:, None]  # [B, 1, T, S]
     rows = side(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
@@ -260,7 +263,11 @@ def complaint(name: str, values: Values, ulp: float) -> str | None:
     rms, rms_allowed, rms_size = (
         float(np.sqrt(np.mean(x[finite] ** 2))) for x in (error, allowed_error, size)
     )
-    limit = 2 * rms_allowed + ulp * rms_size + values.few * (rms_size if values.size is None else largest)
+    limit = (
+        2 * rms_allowed
+        + ulp * rms_size
+        + values.few * (rms_size if values.size is None else largest)
+    )
     if rms > limit:
         return f"{name}: root mean square error {rms:.3g} is more than {limit:.3g}"
     return None

@@ -249,6 +249,15 @@ def test_an_unchanged_variant_is_not_compiled_again(compiled, tmp_path, monkeypa
     assert "1 of 1 variants are unchanged" in capsys.readouterr().err
 
 
+def test_sources_are_what_the_kernel_module_imports():
+    names = {
+        path.relative_to(Path(aot.__file__).parent).as_posix() for path in aot.sources(VARIANTS[0])
+    }
+    assert {"band.py", "config.py", "kernels/abi.py", "kernels/sm90/fwd.py"} <= names
+    assert "kernels/sm90/bwd.py" not in names
+    assert "aot.py" not in names
+
+
 @needs_dsl
 def test_another_configuration_has_another_hash(monkeypatch):
     before = aot.content_hash(VARIANTS[0], "x86_64")

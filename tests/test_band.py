@@ -15,7 +15,9 @@ BLOCKS = ((1, 1), (2, 3), (4, 4), (8, 4), (4, 16))
 
 WINDOWS = [
     Window(shift, left, right, q_len, kv_len)
-    for shift, left, right, q_len, kv_len in itertools.product(SHIFTS, SIDES, SIDES, LENGTHS, LENGTHS)
+    for shift, left, right, q_len, kv_len in itertools.product(
+        SHIFTS, SIDES, SIDES, LENGTHS, LENGTHS
+    )
 ]
 
 
@@ -62,7 +64,9 @@ def test_key_blocks_cover_what_is_visible_and_full_blocks_hold_nothing_else(bloc
         for first in range(0, window.q_len, block_q):
             blocks = kv_blocks(window, first, block_q, block_kv)
             check_blocks(blocks, mask[first : first + block_q], block_kv, window)
-            assert blocks.full_end * block_kv <= window.kv_len or blocks.full_start == blocks.full_end
+            assert (
+                blocks.full_end * block_kv <= window.kv_len or blocks.full_start == blocks.full_end
+            )
 
 
 @pytest.mark.parametrize(("block_q", "block_kv"), BLOCKS)

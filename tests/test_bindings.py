@@ -19,7 +19,14 @@ def test_version_is_the_one_python_needs():
 def test_operands_and_results_have_one_order_on_both_sides():
     assert _jax_fa.operand_names(False) == [*Operands._fields, "out", "lse"]
     results = [f"d{name}" for name in Gradients._fields]
-    assert _jax_fa.operand_names(True) == [*Operands._fields, "out", "lse", "dout", "dlse", *results]
+    assert _jax_fa.operand_names(True) == [
+        *Operands._fields,
+        "out",
+        "lse",
+        "dout",
+        "dlse",
+        *results,
+    ]
 
 
 def test_attributes_are_the_same_on_both_sides():
@@ -58,15 +65,24 @@ INT = jnp.int32
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"k": jnp.zeros((1, 4, 2, 9))}, r"k should be F32\[1, 4, 2, 8\], but is F32\[1, 4, 2, 9\]"),
+        (
+            {"k": jnp.zeros((1, 4, 2, 9))},
+            r"k should be F32\[1, 4, 2, 8\], but is F32\[1, 4, 2, 9\]",
+        ),
         ({"v": jnp.zeros((1, 5, 2, 8))}, r"v should be F32\[1, 4, 2, 8\]"),
         ({"v": jnp.zeros((1, 4, 2, 8), jnp.bfloat16)}, "v should be F32.*but is BF16"),
         ({"q": jnp.zeros((4, 2, 8))}, "arrays of rank 4"),
         ({"q": jnp.zeros((1, 4, 3, 8))}, r"query heads \(3\) should be a multiple of .* \(2\)"),
         ({"q_lengths": jnp.zeros(2, INT)}, r"q_lengths should be S32\[1\], but is S32\[2\]"),
         ({"q_offset": jnp.zeros(1)}, r"q_offset should be S32\[1\], but is F32\[1\]"),
-        ({"cu_seqlens_q": jnp.zeros(2, INT)}, "cu_seqlens_q and cu_seqlens_k should be given together"),
-        ({"q_segments": jnp.zeros((1, 4), INT)}, "q_segments and kv_segments should be given together"),
+        (
+            {"cu_seqlens_q": jnp.zeros(2, INT)},
+            "cu_seqlens_q and cu_seqlens_k should be given together",
+        ),
+        (
+            {"q_segments": jnp.zeros((1, 4), INT)},
+            "q_segments and kv_segments should be given together",
+        ),
         ({"sinks": jnp.zeros(2)}, r"sinks should be F32\[1, 2\], but is F32\[2\]"),
     ],
 )
@@ -80,7 +96,9 @@ def test_compiled_side_refuses_results_that_do_not_fit():
         jax.ShapeDtypeStruct((1, 4, 2, 8), np.float32),
         jax.ShapeDtypeStruct((1, 4, 2), jnp.bfloat16),
     )
-    with pytest.raises(Exception, match=r"jax_fa forward: lse should be F32\[1, 4, 2\], but is BF16"):
+    with pytest.raises(
+        Exception, match=r"jax_fa forward: lse should be F32\[1, 4, 2\], but is BF16"
+    ):
         call_forward({}, results)
 
 

@@ -1,5 +1,7 @@
 """Sizes at the borders: nothing, one, and more elements than an int32 counts."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +42,9 @@ def test_sizes_of_zero(batch, q_len, kv_len, heads, kv_heads, implementation):
     out, lse = jax_fa.attention_with_lse(q, k, v, implementation=implementation)
     assert out.shape == q.shape and lse.shape == q.shape[:3]
     assert not np.asarray(out).any() and np.isneginf(lse).all()
-    for gradient, x in zip(gradients(q, k, v, implementation=implementation), (q, k, v), strict=True):
+    for gradient, x in zip(
+        gradients(q, k, v, implementation=implementation), (q, k, v), strict=True
+    ):
         assert gradient.shape == x.shape and not np.asarray(gradient).any()
 
 
@@ -98,22 +102,35 @@ def rows(count, dim):
 
 @needs_memory
 def test_query_and_its_gradient_beyond_int32():
+    """Only the last rows see a key, so that nothing else takes time."""
     last = rows(5, 256)
-    k, v = rows(2, 256).reshape(1, 2, 1, 256), rows(2, 1).reshape(1, 2, 1, 1)
-    step = jax.jit(jax.grad(lambda q, k, v: jnp.sum(jax_fa.attention(q, k, v)[:, -5:])))
-    want = step(last[None, :, None], k, v)
-    got = step(huge(last), k, v)
-    np.testing.assert_array_equal(got[:, -5:], want)
-    assert not np.asarray(got[:, 10**6 : 10**6 + 1000]).any()
+    k, v = rows(5, 256).reshape(1, 5, 1, 256), rows(5, 1).reshape(1, 5, 1, 1)
+
+    @jax.jit
+    def step(q, k, v, offset):
+        def value(q):
+            return jnp.sum(
+                jax_fa.attention(q, k, v, is_causal=True, query_offset=offset)[:, -5:] ** 2
+            )
+
+        return jax.value_and_grad(value)(q)
+
+    want, want_gradient = step(last[None, :, None], k, v, 0)
+    got, gradient = step(huge(last), k, v, 5 - HUGE)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(gradient[:, -5:], want_gradient)
+    assert not np.asarray(gradient[:, 10**6 : 10**6 + 1000]).any()
 
 
 @needs_memory
 def test_keys_beyond_int32():
     last = rows(64, 256)
     q = rows(1, 256).reshape(1, 1, 1, 256)
-    options = {"local_window_size": (20, 0)}
+    options: dict[str, Any] = {"local_window_size": (20, 0)}
     v = jnp.zeros((1, HUGE, 1, 1), jnp.bfloat16).at[0, -64:, 0, 0].set(rows(64, 1)[:, 0])
-    got = jax.jit(lambda *x: jax_fa.attention(*x, query_offset=HUGE - 1, **options))(q, huge(last), v)
+    got = jax.jit(lambda *x: jax_fa.attention(*x, query_offset=HUGE - 1, **options))(
+        q, huge(last), v
+    )
     want = jax_fa.attention(q, last[None, :, None], v[:, -64:], query_offset=63, **options)
     np.testing.assert_array_equal(got, want)
 
@@ -123,8 +140,10 @@ def test_values_beyond_int32():
     last = rows(64, 256)
     q, keys = jnp.ones((1, 1, 1, 1), jnp.bfloat16), rows(64, 1)
     k = jnp.zeros((1, HUGE, 1, 1), jnp.bfloat16).at[0, -64:, 0].set(keys)
-    options = {"local_window_size": (20, 0)}
-    got = jax.jit(lambda *x: jax_fa.attention(*x, query_offset=HUGE - 1, **options))(q, k, huge(last))
+    options: dict[str, Any] = {"local_window_size": (20, 0)}
+    got = jax.jit(lambda *x: jax_fa.attention(*x, query_offset=HUGE - 1, **options))(
+        q, k, huge(last)
+    )
     want = jax_fa.attention(q, keys[None, :, None], last[None, :, None], query_offset=63, **options)
     np.testing.assert_array_equal(got, want)
 

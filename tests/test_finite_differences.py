@@ -1,21 +1,29 @@
 """Gradients against float64 central differences of the reference, feature by feature.
 
-The directional derivative of a random linear functional of (out, lse) along one random direction per
-differentiable operand; the library's own gradient is taken in float32.
+The directional derivative of a random linear functional of (out, lse) along one random direction
+per differentiable operand; the library's own gradient is taken in float32.
 """
 
-from functools import lru_cache
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from cases import Case, documents, make
 from harness import on_device, run
+
 from jax_fa import reference
 
-_SMALL = {"batch": 2, "q_len": 19, "kv_len": 23, "heads": 4, "kv_heads": 2, "head_dim": 8}
+_SMALL: dict[str, Any] = {
+    "batch": 2,
+    "q_len": 19,
+    "kv_len": 23,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+}
 
 FEATURES = (
     Case("plain", **_SMALL),
@@ -59,9 +67,9 @@ DIFFERENTIABLE = ("q", "k", "v", "sinks")
 STEP = 1e-5
 
 
-@lru_cache(maxsize=None)
+@cache
 def functional(case):
-    """float64 sum of out * dout + lse * dlse over rows that have an LSE, as a function of operands."""
+    """float64 sum of out * dout + lse * dlse over rows with an LSE, as a function of operands."""
 
     @jax.jit
     def value(operands, cotangents):
@@ -73,7 +81,10 @@ def functional(case):
 
 
 PAIRS = [
-    (case, name) for case in FEATURES for name in DIFFERENTIABLE if name != "sinks" or case.has_sinks
+    (case, name)
+    for case in FEATURES
+    for name in DIFFERENTIABLE
+    if name != "sinks" or case.has_sinks
 ]
 
 

@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import jax_fa
 from cases import BY_NAME, CASES, DTYPES
 from harness import computed, data, public, wanted
-from jax_fa.problem import Operands
 from oracle import Results, assert_close, side, visible
+
+import jax_fa
+from jax_fa.problem import Operands
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -53,7 +53,15 @@ def test_lse_of_a_row_without_keys_is_the_sink():
 def test_list_of_cases_reaches_every_operand_and_every_switch():
     present = {name for case in CASES for name in data(case, "float32").operands.present}
     assert present == set(Operands._fields)
-    for feature in ("is_causal", "window", "soft_cap", "has_sinks", "segments", "q_offset", "value_dim"):
+    for feature in (
+        "is_causal",
+        "window",
+        "soft_cap",
+        "has_sinks",
+        "segments",
+        "q_offset",
+        "value_dim",
+    ):
         assert any(getattr(case, feature) for case in CASES), feature
     assert {case.alignment for case in CASES} == {"top_left", "bottom_right"}
 

@@ -1,9 +1,11 @@
 """Drop-in for jax.nn.dot_product_attention: both are called, for every argument it has.
 
-Rows that see no key are left out where values are compared: there jax_fa gives 0 and -inf on purpose.
+Rows that see no key are left out where values are compared: there jax_fa gives 0 and -inf on
+purpose.
 """
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ Q, K, V = normal(2, 20, 4, 16), normal(2, 30, 2, 16), normal(2, 30, 2, 16)
 MASK = jnp.asarray(rng.random((2, 4, 20, 30)) < 0.7).at[..., 0].set(True)
 LENGTHS_Q, LENGTHS_K = jnp.array([20, 7], jnp.int32), jnp.array([30, 11], jnp.int32)
 
-SAME_RESULT = {
+SAME_RESULT: dict[str, dict[str, Any]] = {
     "nothing": {},
     "scale": {"scale": 0.5},
     "scale numpy": {"scale": np.float32(0.5)},
@@ -77,7 +79,9 @@ def assert_same(got, want, options, tolerance):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
+)
 @pytest.mark.parametrize("options", SAME_RESULT.values(), ids=SAME_RESULT)
 def test_same_result(options, dtype):
     qkv = [x.astype(dtype) for x in (Q, K, V)]
@@ -217,8 +221,13 @@ def test_same_error_class(call):
 
 def test_difference_on_purpose_row_without_keys():
     """jax.nn averages all values there; jax_fa gives 0 and -inf."""
-    lengths = {"key_value_seq_lengths": jnp.array([0, 30], jnp.int32), "return_residual": True}
+    lengths: dict[str, Any] = {
+        "key_value_seq_lengths": jnp.array([0, 30], jnp.int32),
+        "return_residual": True,
+    }
     out, lse = ours(Q, K, V, **lengths)
     assert not np.any(out[0]) and np.isneginf(lse[0]).all()
-    np.testing.assert_allclose(theirs(Q, K, V, **lengths)[0][0, 0, 0], V[0, :, 0].mean(0), atol=1e-5)
+    np.testing.assert_allclose(
+        theirs(Q, K, V, **lengths)[0][0, 0, 0], V[0, :, 0].mean(0), atol=1e-5
+    )
     np.testing.assert_allclose(out[1], theirs(Q, K, V, **lengths)[0][1], atol=3e-6)

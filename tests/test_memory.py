@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from harness import in_new_process
 
 LIMIT_MB = 64

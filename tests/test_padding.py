@@ -1,13 +1,15 @@
 """What lies in padding never reaches a result; a genuine NaN does."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import jax_fa
 from cases import BY_NAME
 from harness import data, run
 from oracle import Results, side
+
+import jax_fa
 
 PADDED = (
     "lengths",
@@ -29,9 +31,9 @@ def poison(given, value):
     assert rows.any() or keys.any()
 
     def spoil(array, padding):
-        return np.where(padding.reshape(padding.shape + (1,) * (array.ndim - 2)), value, array).astype(
-            array.dtype
-        )
+        return np.where(
+            padding.reshape(padding.shape + (1,) * (array.ndim - 2)), value, array
+        ).astype(array.dtype)
 
     operands = x._replace(q=spoil(x.q, rows), k=spoil(x.k, keys), v=spoil(x.v, keys))
     return given._replace(
@@ -39,8 +41,12 @@ def poison(given, value):
     ), (rows, keys)
 
 
-KERNELS = [(name, dtype, None) for name in PADDED for dtype in ("float32", "bfloat16")]
-REFERENCE = [(name, "float32", "xla") for name in ("packed_everything", "everything")]
+KERNELS: list[tuple[str, str, str | None]] = [
+    (name, dtype, None) for name in PADDED for dtype in ("float32", "bfloat16")
+]
+REFERENCE: list[tuple[str, str, str | None]] = [
+    (name, "float32", "xla") for name in ("packed_everything", "everything")
+]
 
 
 @pytest.mark.parametrize(("name", "dtype", "implementation"), KERNELS + REFERENCE)
@@ -62,7 +68,7 @@ def test_padding_does_not_leak(name, dtype, implementation):
 def test_padding_of_saved_results_does_not_leak_into_the_backward_operation():
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((1, 8, 2, 8)).astype(np.float32) for _ in range(4))
-    lengths = {"query_seq_lengths": jnp.array([5], jnp.int32)}
+    lengths: dict[str, Any] = {"query_seq_lengths": jnp.array([5], jnp.int32)}
     out, lse = (np.array(x) for x in jax_fa.forward(q, k, v, **lengths))
     clean = jax_fa.backward(q, k, v, out, lse, dout, **lengths)
     out[:, 5:], lse[:, 5:], dout[:, 5:] = np.nan, np.nan, np.nan

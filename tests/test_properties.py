@@ -4,23 +4,30 @@ Static settings come from small sets so that compiled programs are shared; every
 (lengths, offsets, segments, borders) varies freely.
 """
 
-from functools import lru_cache
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-import jax_fa
 from cases import Case, make
 from harness import on_device
-from jax_fa import operations, vjp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle import Results, assert_close, tolerance
 
-SHAPES = ((1, 1, 1, 1, 8), (2, 9, 14, 2, 8), (2, 40, 33, 4, 16), (1, 70, 130, 1, 24), (3, 17, 17, 6, 8))
+import jax_fa
+from jax_fa import operations, vjp
+
+SHAPES = (
+    (1, 1, 1, 1, 8),
+    (2, 9, 14, 2, 8),
+    (2, 40, 33, 4, 16),
+    (1, 70, 130, 1, 24),
+    (3, 17, 17, 6, 8),
+)
 """B, T, S, N, D; K is drawn among the divisors of N."""
-BANDS = (
+BANDS: tuple[dict[str, Any], ...] = (
     {},
     {"is_causal": True},
     {"is_causal": True, "alignment": "bottom_right"},
@@ -31,12 +38,12 @@ BANDS = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def forward(semantics):
     return jax.jit(lambda operands: operations.forward(operands, semantics))
 
 
-@lru_cache(maxsize=None)
+@cache
 def gradients(semantics):
     @jax.jit
     def step(operands, cotangents):
@@ -211,6 +218,4 @@ def permuted_keys(order):
 @settings(max_examples=30)
 @given(st.permutations(range(40)))
 def test_order_of_keys_does_not_matter_without_a_band(order):
-    np.testing.assert_allclose(
-        permuted_keys(np.array(order)), jax_fa.attention(Q, K, V), atol=1e-6
-    )
+    np.testing.assert_allclose(permuted_keys(np.array(order)), jax_fa.attention(Q, K, V), atol=1e-6)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from cases import BY_NAME, CASES, Case
 from harness import data, on_device, wanted
-from jax_fa import reference
 from oracle import Results, assert_close, attend, tolerance
+
+from jax_fa import reference
 
 
 def reference_results(operands, semantics, cotangents):

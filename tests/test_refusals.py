@@ -1,6 +1,7 @@
 """Bad inputs, with the class and the words of their errors."""
 
 import warnings
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ def zeros(*shape, dtype=jnp.float32):
 Q, K, V = zeros(2, 6, 4, 8), zeros(2, 5, 2, 8), zeros(2, 5, 2, 8)
 IDS_Q, IDS_K = zeros(2, 6, dtype=jnp.int32), zeros(2, 5, dtype=jnp.int32)
 UNKNOWN_IMPLEMENTATION = (
-    "attention: implementation='flash' is unknown; use None or one of 'cpu', 'cuda', 'cudnn', 'xla'."
+    "attention: implementation='flash' is unknown; use None or one of 'cpu', 'cuda', 'cudnn', "
+    "'xla'."
 )
 
 ARRAYS = [
@@ -76,7 +78,8 @@ ARRAYS = [
         "heads do not divide",
         (zeros(2, 6, 3, 8), K, V),
         ValueError,
-        "attention: query has 3 heads and key 2; query heads must be a multiple of key/value heads.",
+        "attention: query has 3 heads and key 2; query heads must be a multiple of key/value "
+        "heads.",
     ),
     (
         "no head size",
@@ -100,13 +103,14 @@ OPTIONS = [
     (
         {"mask": zeros(2, 4, 6, 5)},
         ValueError,
-        "attention: mask should be bool (True takes part), but got float32. Give an additive mask as "
-        "bias.",
+        "attention: mask should be bool (True takes part), but got float32. Give an additive mask "
+        "as bias.",
     ),
     (
         {"mask": zeros(2, 3, 6, 5, dtype=bool)},
         ValueError,
-        "attention: mask should broadcast to [B, N, T, S] = [2, 4, 6, 5], but has shape (2, 3, 6, 5).",
+        "attention: mask should broadcast to [B, N, T, S] = [2, 4, 6, 5], but has shape "
+        "(2, 3, 6, 5).",
     ),
     (
         {"bias": zeros(1, 2, 4, 6, 5)},
@@ -187,8 +191,9 @@ OPTIONS = [
     (
         {"implementation": "cuda"},
         NotImplementedError,
-        "attention: implementation='cuda' was asked for, but the computation is lowered for platform "
-        "'cpu'. Use implementation=None (chooses at lowering), or 'xla', which runs everywhere.",
+        "attention: implementation='cuda' was asked for, but the computation is lowered for "
+        "platform 'cpu'. Use implementation=None (chooses at lowering), or 'xla', which runs "
+        "everywhere.",
     ),
     (
         {"implementation": "cudnn", "logits_soft_cap": 1.0, "sinks": zeros(4)},
@@ -205,12 +210,16 @@ def error_of(call):
     return caught.type, str(caught.value)
 
 
-@pytest.mark.parametrize(("qkv", "kind", "words"), [a[1:] for a in ARRAYS], ids=[a[0] for a in ARRAYS])
+@pytest.mark.parametrize(
+    ("qkv", "kind", "words"), [a[1:] for a in ARRAYS], ids=[a[0] for a in ARRAYS]
+)
 def test_bad_arrays_are_refused(qkv, kind, words):
     assert error_of(lambda: jax_fa.attention(*qkv)) == (kind, words)
 
 
-@pytest.mark.parametrize(("options", "kind", "words"), OPTIONS, ids=lambda x: "+".join(x) if isinstance(x, dict) else "")
+@pytest.mark.parametrize(
+    ("options", "kind", "words"), OPTIONS, ids=lambda x: "+".join(x) if isinstance(x, dict) else ""
+)
 def test_bad_options_are_refused(options, kind, words):
     assert error_of(lambda: jax_fa.attention(Q, K, V, **options)) == (kind, words)
 
@@ -230,7 +239,8 @@ def test_dense_keywords_do_not_apply_to_packed_sequences(name):
     )
     assert kind is TypeError
     assert words == (
-        f"attention: {name} does not apply to this function; use seqused_q, seqused_k and segment ids."
+        f"attention: {name} does not apply to this function; use seqused_q, seqused_k and segment "
+        "ids."
     )
 
 
@@ -239,7 +249,8 @@ def test_dense_keywords_do_not_apply_to_packed_sequences(name):
     [
         (
             {"query": K},
-            "attention_varlen: query should be [total, heads, head size], but has shape (2, 5, 2, 8).",
+            "attention_varlen: query should be [total, heads, head size], but has shape "
+            "(2, 5, 2, 8).",
         ),
         (
             {"cu_seqlens_q": jnp.zeros((1, 2), jnp.int32)},
@@ -270,8 +281,8 @@ def test_operations_alone_take_no_mask():
     kind, words = error_of(lambda: jax_fa.forward(Q, K, V, mask=zeros(2, 4, 6, 5, dtype=bool)))
     assert kind is NotImplementedError
     assert words == (
-        "attention: forward is the kernel operation alone, and a dense mask or bias is a T x S array "
-        "already, and runs unfused. Use jax_fa.attention."
+        "attention: forward is the kernel operation alone, and a dense mask or bias is a T x S "
+        "array already, and runs unfused. Use jax_fa.attention."
     )
 
 
@@ -293,7 +304,10 @@ def test_cudnn_serves_attention_alone(name):
             {"lse": zeros(2, 6, 4, dtype=jnp.bfloat16)},
             "attention: lse should be float32, but is bfloat16.",
         ),
-        ({"dout": zeros(2, 6, 4, 9)}, "attention: dout should have shape [2, 6, 4, 8], but has [2, 6, 4, 9]."),
+        (
+            {"dout": zeros(2, 6, 4, 9)},
+            "attention: dout should have shape [2, 6, 4, 8], but has [2, 6, 4, 9].",
+        ),
     ],
 )
 def test_backward_checks_what_the_forward_gave(change, words):
@@ -359,6 +373,7 @@ def lowered_for_cuda(**options):
     return attend.trace(Q).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.usefixtures("no_gpu_kernels")
 def test_fallback_warns_once_per_reason():
     with pytest.warns(jax_fa.FallbackWarning, match="this build holds no GPU kernels") as record:
         lowered_for_cuda()
@@ -381,9 +396,8 @@ def test_explain_tells_what_would_run():
     assert (on_cpu.choice.implementation, on_cpu.choice.is_fallback) == ("cpu", False)
     on_gpu = jax_fa.explain(shape, shape, shape, platform="gpu")
     assert on_gpu.platform == "cuda"
-    masked = jax_fa.explain(
-        shape, shape, shape, platform="cpu", mask=jax.ShapeDtypeStruct((1, 1, 128, 128), bool)
-    )
+    mask = cast(Any, jax.ShapeDtypeStruct((1, 1, 128, 128), bool))
+    masked = jax_fa.explain(shape, shape, shape, platform="cpu", mask=mask)
     assert masked.choice.implementation == "xla" and "dense mask" in str(masked)
     elsewhere = jax_fa.explain(Q, K, V, platform="tpu").choice
     assert (elsewhere.implementation, elsewhere.is_fallback) == ("xla", True)

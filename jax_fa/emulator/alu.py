@@ -56,8 +56,11 @@ for _n, _w in (("16", "2"), ("32", "4"), ("64", "8")):
     for _kind, _t in ((_i, f"s{_n}"), (_u, f"u{_n}")):
         define(f"min.{_t}", _kind, f"{_kind} {_kind}", np.minimum)
         define(f"max.{_t}", _kind, f"{_kind} {_kind}", np.maximum)
-    for _name, _function in (("and", np.bitwise_and), ("or", np.bitwise_or),
-                             ("xor", np.bitwise_xor)):
+    for _name, _function in (
+        ("and", np.bitwise_and),
+        ("or", np.bitwise_or),
+        ("xor", np.bitwise_xor),
+    ):
         define(f"{_name}.b{_n}", _u, f"{_u} {_u}", _function)
     define(f"not.b{_n}", _u, _u, np.invert)
     define(f"cnot.b{_n}", _u, _u, lambda a: (a == 0).astype(a.dtype))
@@ -72,36 +75,56 @@ def _shift(bits: int, kind: str, function: Callable, beyond: Callable) -> Callab
         if inside.all():
             return function(a, amount.astype(dtype))
         return np.where(inside, function(a, np.where(inside, amount, 0).astype(dtype)), beyond(a))
+
     return shift
 
 
 for _bits in (16, 32, 64):
     _w = _bits // 8
-    define(f"shl.b{_bits}", f"u{_w}", f"u{_w} u4",
-           _shift(_bits, "u", np.left_shift, np.zeros_like))
-    define(f"shr.u{_bits} shr.b{_bits}", f"u{_w}", f"u{_w} u4",
-           _shift(_bits, "u", np.right_shift, np.zeros_like))
-    define(f"shr.s{_bits}", f"i{_w}", f"i{_w} u4",
-           _shift(_bits, "i", np.right_shift, lambda a, top=_bits - 1: a >> a.dtype.type(top)))
+    define(f"shl.b{_bits}", f"u{_w}", f"u{_w} u4", _shift(_bits, "u", np.left_shift, np.zeros_like))
+    define(
+        f"shr.u{_bits} shr.b{_bits}",
+        f"u{_w}",
+        f"u{_w} u4",
+        _shift(_bits, "u", np.right_shift, np.zeros_like),
+    )
+    define(
+        f"shr.s{_bits}",
+        f"i{_w}",
+        f"i{_w} u4",
+        _shift(_bits, "i", np.right_shift, lambda a, top=_bits - 1: a >> a.dtype.type(top)),
+    )
 
 for _sign, _wide in (("u", "u8"), ("s", "i8")):
     _narrow, _half = ("u4", "u2") if _sign == "u" else ("i4", "i2")
     _w8, _w4 = np.dtype(U8 if _sign == "u" else I8), np.dtype(U4 if _sign == "u" else I4)
-    define(f"mul.wide.{_sign}32", _wide, f"{_narrow} {_narrow}",
-           lambda a, b, t=_w8: a.astype(t) * b)
-    define(f"mad.wide.{_sign}32", _wide, f"{_narrow} {_narrow} {_wide}",
-           lambda a, b, c, t=_w8: a.astype(t) * b + c)
-    define(f"mul.wide.{_sign}16", _narrow, f"{_half} {_half}",
-           lambda a, b, t=_w4: a.astype(t) * b)
-    define(f"mul.hi.{_sign}32", _narrow, f"{_narrow} {_narrow}",
-           lambda a, b, t=_w8, n=_w4: ((a.astype(t) * b) >> t.type(32)).astype(n))
-    define(f"mad.hi.{_sign}32", _narrow, f"{_narrow} {_narrow} {_narrow}",
-           lambda a, b, c, t=_w8, n=_w4: ((a.astype(t) * b) >> t.type(32)).astype(n) + c)
+    define(
+        f"mul.wide.{_sign}32", _wide, f"{_narrow} {_narrow}", lambda a, b, t=_w8: a.astype(t) * b
+    )
+    define(
+        f"mad.wide.{_sign}32",
+        _wide,
+        f"{_narrow} {_narrow} {_wide}",
+        lambda a, b, c, t=_w8: a.astype(t) * b + c,
+    )
+    define(f"mul.wide.{_sign}16", _narrow, f"{_half} {_half}", lambda a, b, t=_w4: a.astype(t) * b)
+    define(
+        f"mul.hi.{_sign}32",
+        _narrow,
+        f"{_narrow} {_narrow}",
+        lambda a, b, t=_w8, n=_w4: ((a.astype(t) * b) >> t.type(32)).astype(n),
+    )
+    define(
+        f"mad.hi.{_sign}32",
+        _narrow,
+        f"{_narrow} {_narrow} {_narrow}",
+        lambda a, b, c, t=_w8, n=_w4: ((a.astype(t) * b) >> t.type(32)).astype(n) + c,
+    )
 
 
 def _multiply_high_64(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     product = [(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=True)]
-    return np.array([p & (2 ** 64 - 1) for p in product], dtype=U8)
+    return np.array([p & (2**64 - 1) for p in product], dtype=U8)
 
 
 define("mul.hi.u64", "u8", "u8 u8", _multiply_high_64)
@@ -187,13 +210,13 @@ def _logic3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> n
     result = np.zeros_like(a)
     for index in range(8):
         if int(table[0]) >> index & 1:
-            result |= ((a if index & 4 else ~a) & (b if index & 2 else ~b)
-                       & (c if index & 1 else ~c))
+            result |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
     return result
 
 
-def _funnel(a: np.ndarray, b: np.ndarray, amount: np.ndarray, *, left: bool,
-            clamp: bool) -> np.ndarray:
+def _funnel(
+    a: np.ndarray, b: np.ndarray, amount: np.ndarray, *, left: bool, clamp: bool
+) -> np.ndarray:
     amount = (np.minimum(amount, U4(32)) if clamp else amount & U4(31)).astype(U8)
     both = a.astype(U8) | (b.astype(U8) << U8(32))
     return (((both << amount) >> U8(32)) if left else (both >> amount)).astype(U4)
@@ -203,9 +226,12 @@ define("prmt.b32", "u4", "u4 u4 u4", _permute)
 define("lop3.b32", "u4", "u4 u4 u4 u4", _logic3)
 for _left in (True, False):
     for _clamp in (True, False):
-        define(f"shf.{'l' if _left else 'r'}.{'clamp' if _clamp else 'wrap'}.b32", "u4",
-               "u4 u4 u4",
-               lambda a, b, c, left=_left, clamp=_clamp: _funnel(a, b, c, left=left, clamp=clamp))
+        define(
+            f"shf.{'l' if _left else 'r'}.{'clamp' if _clamp else 'wrap'}.b32",
+            "u4",
+            "u4 u4 u4",
+            lambda a, b, c, left=_left, clamp=_clamp: _funnel(a, b, c, left=left, clamp=clamp),
+        )
 
 # Predicates.
 for _name, _function in (("and", np.logical_and), ("or", np.logical_or), ("xor", np.logical_xor)):
@@ -222,8 +248,14 @@ def _ordered_not_equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.not_equal(a, b) & ~np.isnan(a) & ~np.isnan(b)
 
 
-_COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-            "gt": np.greater, "ge": np.greater_equal}
+_COMPARE = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 _COMBINE = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
@@ -231,15 +263,27 @@ def _define_compare(name: str, kind: str, compare: Callable) -> None:
     """Defines setp and set in every form, for one comparison and one type."""
     comparison, type_ = name.rsplit(".", 1)
     define(f"setp.{name}", "pred", f"{kind} {kind}", compare)
-    define(f"set.{comparison}.u32.{type_} set.{comparison}.s32.{type_}", "u4", f"{kind} {kind}",
-           lambda a, b: np.where(compare(a, b), U4(0xFFFFFFFF), U4(0)))
-    define(f"set.{comparison}.f32.{type_}", "f4", f"{kind} {kind}",
-           lambda a, b: compare(a, b).astype(F4))
+    define(
+        f"set.{comparison}.u32.{type_} set.{comparison}.s32.{type_}",
+        "u4",
+        f"{kind} {kind}",
+        lambda a, b: np.where(compare(a, b), U4(0xFFFFFFFF), U4(0)),
+    )
+    define(
+        f"set.{comparison}.f32.{type_}",
+        "f4",
+        f"{kind} {kind}",
+        lambda a, b: compare(a, b).astype(F4),
+    )
     for combine, function in _COMBINE.items():
         base = comparison.removesuffix(".ftz")
         ftz = ".ftz" if comparison.endswith(".ftz") else ""
-        define(f"setp.{base}.{combine}{ftz}.{type_}", "pred", f"{kind} {kind} pred",
-               lambda a, b, p, function=function: function(compare(a, b), p))
+        define(
+            f"setp.{base}.{combine}{ftz}.{type_}",
+            "pred",
+            f"{kind} {kind} pred",
+            lambda a, b, p, function=function: function(compare(a, b), p),
+        )
 
 
 for _name, _compare in _COMPARE.items():
@@ -250,11 +294,16 @@ for _name, _compare in _COMPARE.items():
             _define_compare(f"{_name}.b{_n}", f"u{_w}", _compare)
     for _type, _kind in (("f32", "f4"), ("ftz.f32", "f4"), ("f64", "f8"), ("f16", "f2")):
         # PTX's plain "ne" is false for NaN, unlike numpy's; "neu" is numpy's.
-        _define_compare(f"{_name}.{_type}", _kind,
-                        _ordered_not_equal if _name == "ne" else _compare)
+        _define_compare(
+            f"{_name}.{_type}", _kind, _ordered_not_equal if _name == "ne" else _compare
+        )
         _define_compare(f"{_name}u.{_type}", _kind, _unordered(_compare))
-for _name, _unsigned in (("lo", np.less), ("ls", np.less_equal), ("hi", np.greater),
-                         ("hs", np.greater_equal)):
+for _name, _unsigned in (
+    ("lo", np.less),
+    ("ls", np.less_equal),
+    ("hi", np.greater),
+    ("hs", np.greater_equal),
+):
     for _n, _w in (("16", "2"), ("32", "4"), ("64", "8")):
         _define_compare(f"{_name}.u{_n}", f"u{_w}", _unsigned)
 for _type, _kind in (("f32", "f4"), ("f64", "f8")):
@@ -267,8 +316,12 @@ for _type, _kind in (("f32", "f4"), ("f64", "f8")):
 def _define_float(name: str, operands: str, function: Callable) -> None:
     """One operation in f32 with and without .rn and .ftz, and in f64."""
     define(f"{name}.f32 {name}.rn.f32", "f4", operands, function)
-    define(f"{name}.ftz.f32 {name}.rn.ftz.f32", "f4", operands,
-           lambda *values: flush(function(*map(flush, values))))
+    define(
+        f"{name}.ftz.f32 {name}.rn.ftz.f32",
+        "f4",
+        operands,
+        lambda *values: flush(function(*map(flush, values))),
+    )
     if name != "fma":
         define(f"{name}.f64 {name}.rn.f64", "f8", operands.replace("4", "8"), function)
 
@@ -291,8 +344,12 @@ define("min.f32 min.ftz.f32", "f4", "f4 f4", min_float)
 define("max.NaN.f32", "f4", "f4 f4", np.maximum)
 define("min.NaN.f32", "f4", "f4 f4", np.minimum)
 for _extreme, _one in (("max", max_float), ("min", min_float)):
-    define(f"{_extreme}.f32 {_extreme}.ftz.f32", "f4", "f4 f4 f4",
-           lambda a, b, c, one=_one: one(one(a, b), c))
+    define(
+        f"{_extreme}.f32 {_extreme}.ftz.f32",
+        "f4",
+        "f4 f4 f4",
+        lambda a, b, c, one=_one: one(one(a, b), c),
+    )
 define("copysign.f32", "f4", "f4 f4", lambda a, b: np.copysign(b, a))
 
 
@@ -301,13 +358,22 @@ def _mul_sat(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 define("mul.sat.f32", "f4", "f4 f4", _mul_sat)
-define("add.sat.f32", "f4", "f4 f4",
-       lambda a, b: np.clip(np.nan_to_num(a + b, nan=0.0), F4(0), F4(1)))
-define("fma.rn.sat.f32", "f4", "f4 f4 f4",
-       lambda a, b, c: np.clip(np.nan_to_num(fma4(a, b, c), nan=0.0), F4(0), F4(1)))
+define(
+    "add.sat.f32", "f4", "f4 f4", lambda a, b: np.clip(np.nan_to_num(a + b, nan=0.0), F4(0), F4(1))
+)
+define(
+    "fma.rn.sat.f32",
+    "f4",
+    "f4 f4 f4",
+    lambda a, b, c: np.clip(np.nan_to_num(fma4(a, b, c), nan=0.0), F4(0), F4(1)),
+)
 define("add.rm.f32 add.rm.ftz.f32", "f4", "f4 f4", add_down)
-define("div.full.f32 div.approx.f32 div.full.ftz.f32 div.approx.ftz.f32", "f4", "f4 f4",
-       lambda a, b: flush(a / b))
+define(
+    "div.full.f32 div.approx.f32 div.full.ftz.f32 div.approx.ftz.f32",
+    "f4",
+    "f4 f4",
+    lambda a, b: flush(a / b),
+)
 
 
 def _exp2_flushed(x: np.ndarray) -> np.ndarray:
@@ -317,37 +383,82 @@ def _exp2_flushed(x: np.ndarray) -> np.ndarray:
     return result
 
 
-_APPROXIMATE = {"ex2": np.exp2, "lg2": np.log2, "rcp": lambda a: F4(1) / a,
-                "rsqrt": lambda a: F4(1) / np.sqrt(a), "sqrt": np.sqrt, "sin": np.sin,
-                "cos": np.cos}
+_APPROXIMATE = {
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": lambda a: F4(1) / a,
+    "rsqrt": lambda a: F4(1) / np.sqrt(a),
+    "sqrt": np.sqrt,
+    "sin": np.sin,
+    "cos": np.cos,
+}
 for _name, _function in _APPROXIMATE.items():
     define(f"{_name}.approx.f32", "f4", "f4", _function)
-    define(f"{_name}.approx.ftz.f32", "f4", "f4",
-           lambda a, function=_function: flush(function(flush(a))))
+    define(
+        f"{_name}.approx.ftz.f32",
+        "f4",
+        "f4",
+        lambda a, function=_function: flush(function(flush(a))),
+    )
 define("ex2.approx.ftz.f32", "f4", "f4", _exp2_flushed)
 define("tanh.approx.f32", "f4", "f4", np.tanh)
 
 # Packed float32 pairs.
 for _name, _function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
-    define(f"{_name}.rn.f32x2 {_name}.f32x2", "pair", "pair pair",
-           lambda a, b, f=_function: (f(a[0], b[0]), f(a[1], b[1])))
-    define(f"{_name}.rn.ftz.f32x2 {_name}.ftz.f32x2", "pair", "pair pair",
-           lambda a, b, f=_function: (flush(f(flush(a[0]), flush(b[0]))),
-                                      flush(f(flush(a[1]), flush(b[1])))))
-define("add.rm.f32x2 add.rm.ftz.f32x2", "pair", "pair pair",
-       lambda a, b: (add_down(a[0], b[0]), add_down(a[1], b[1])))
-define("fma.rn.f32x2", "pair", "pair pair pair",
-       lambda a, b, c: (fma4(a[0], b[0], c[0]), fma4(a[1], b[1], c[1])))
-define("fma.rn.ftz.f32x2", "pair", "pair pair pair",
-       lambda a, b, c: (flush(fma4(a[0], b[0], c[0])), flush(fma4(a[1], b[1], c[1]))))
+    define(
+        f"{_name}.rn.f32x2 {_name}.f32x2",
+        "pair",
+        "pair pair",
+        lambda a, b, f=_function: (f(a[0], b[0]), f(a[1], b[1])),
+    )
+    define(
+        f"{_name}.rn.ftz.f32x2 {_name}.ftz.f32x2",
+        "pair",
+        "pair pair",
+        lambda a, b, f=_function: (
+            flush(f(flush(a[0]), flush(b[0]))),
+            flush(f(flush(a[1]), flush(b[1]))),
+        ),
+    )
+define(
+    "add.rm.f32x2 add.rm.ftz.f32x2",
+    "pair",
+    "pair pair",
+    lambda a, b: (add_down(a[0], b[0]), add_down(a[1], b[1])),
+)
+define(
+    "fma.rn.f32x2",
+    "pair",
+    "pair pair pair",
+    lambda a, b, c: (fma4(a[0], b[0], c[0]), fma4(a[1], b[1], c[1])),
+)
+define(
+    "fma.rn.ftz.f32x2",
+    "pair",
+    "pair pair pair",
+    lambda a, b, c: (flush(fma4(a[0], b[0], c[0])), flush(fma4(a[1], b[1], c[1]))),
+)
 
 # Half precision: f16 through numpy, bf16 through float32.
-for _name, _function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply),
-                         ("min", np.fmin), ("max", np.fmax)):
-    for _type, _load, _store in (("f16", NARROW["f16"].load, NARROW["f16"].store),
-                                 ("bf16", bf16_values, bf16_bits)):
-        def _single(a: np.ndarray, b: np.ndarray, f: Callable = _function, load: Callable = _load,
-                    store: Callable = _store) -> np.ndarray:
+for _name, _function in (
+    ("add", np.add),
+    ("sub", np.subtract),
+    ("mul", np.multiply),
+    ("min", np.fmin),
+    ("max", np.fmax),
+):
+    for _type, _load, _store in (
+        ("f16", NARROW["f16"].load, NARROW["f16"].store),
+        ("bf16", bf16_values, bf16_bits),
+    ):
+
+        def _single(
+            a: np.ndarray,
+            b: np.ndarray,
+            f: Callable = _function,
+            load: Callable = _load,
+            store: Callable = _store,
+        ) -> np.ndarray:
             return store(f(load(a), load(b)))
 
         def _double(a: np.ndarray, b: np.ndarray, one: Callable = _single) -> np.ndarray:
@@ -357,12 +468,14 @@ for _name, _function in (("add", np.add), ("sub", np.subtract), ("mul", np.multi
         define(f"{_name}.{_type} {_name}.rn.{_type}", "u2", "u2 u2", _single)
         define(f"{_name}.{_type}x2 {_name}.rn.{_type}x2", "u4", "u4 u4", _double)
 for _type in ("f16", "bf16"):
+
     def _fma_half(a: np.ndarray, b: np.ndarray, c: np.ndarray, t: str = _type) -> np.ndarray:
         load, store = NARROW[t].load, NARROW[t].store
         return store((load(a).astype(np.float64) * load(b) + load(c)).astype(F4))
 
-    def _fma_halves(a: np.ndarray, b: np.ndarray, c: np.ndarray,
-                    one: Callable = _fma_half) -> np.ndarray:
+    def _fma_halves(
+        a: np.ndarray, b: np.ndarray, c: np.ndarray, one: Callable = _fma_half
+    ) -> np.ndarray:
         (a0, a1), (b0, b1), (c0, c1) = split_halves(a), split_halves(b), split_halves(c)
         return pack_halves(one(a0, b0, c0), one(a1, b1, c1))
 
@@ -372,29 +485,40 @@ for _type in ("f16", "bf16"):
     define(f"neg.{_type}x2", "u4", "u4", lambda a: a ^ U4(0x80008000))
     define(f"abs.{_type}", "u2", "u2", lambda a: a & np.uint16(0x7FFF))
     define(f"abs.{_type}x2", "u4", "u4", lambda a: a & U4(0x7FFF7FFF))
-    define(f"fma.rn.f32.{_type}", "f4", "u2 u2 f4",
-           lambda a, b, c, load=NARROW[_type].load: fma4(load(a), load(b), c))
+    define(
+        f"fma.rn.f32.{_type}",
+        "f4",
+        "u2 u2 f4",
+        lambda a, b, c, load=NARROW[_type].load: fma4(load(a), load(b), c),
+    )
 
 # Conversions between integers: truncation and extension.
 for _to in ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"):
     for _from in ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"):
         _kinds = [("i" if t[0] == "s" else "u") + str(int(t[1:]) // 8) for t in (_to, _from)]
         _dtype = f"{'int' if _to[0] == 's' else 'uint'}{_to[1:]}"
-        define(f"cvt.{_to}.{_from}", _kinds[0], _kinds[1],
-               lambda a, dtype=_dtype: a.astype(dtype))
+        define(f"cvt.{_to}.{_from}", _kinds[0], _kinds[1], lambda a, dtype=_dtype: a.astype(dtype))
         _range = np.iinfo(_dtype)
         if np.dtype(_dtype).itemsize < 8:
-            define(f"cvt.sat.{_to}.{_from}", _kinds[0], _kinds[1],
-                   lambda a, dtype=_dtype, lo=_range.min, hi=_range.max:
-                   np.array([min(max(int(v), lo), hi) for v in a], dtype=dtype))
+            define(
+                f"cvt.sat.{_to}.{_from}",
+                _kinds[0],
+                _kinds[1],
+                lambda a, dtype=_dtype, lo=_range.min, hi=_range.max: np.array(
+                    [min(max(int(v), lo), hi) for v in a], dtype=dtype
+                ),
+            )
     _kind = ("i" if _to[0] == "s" else "u") + str(int(_to[1:]) // 8)
     for _type, _float in (("f32", "f4"), ("f64", "f8")):
         _float_type = F4 if _type == "f32" else np.float64
-        define(f"cvt.rn.{_type}.{_to}", _float, _kind,
-               lambda a, dtype=_float_type: a.astype(dtype))
+        define(f"cvt.rn.{_type}.{_to}", _float, _kind, lambda a, dtype=_float_type: a.astype(dtype))
         for _mode in ("rni", "rzi", "rmi", "rpi"):
-            define(f"cvt.{_mode}.{_to}.{_type} cvt.{_mode}.ftz.{_to}.{_type}", _kind, _float,
-                   round_to_int(_mode, f"{'int' if _to[0] == 's' else 'uint'}{_to[1:]}"))
+            define(
+                f"cvt.{_mode}.{_to}.{_type} cvt.{_mode}.ftz.{_to}.{_type}",
+                _kind,
+                _float,
+                round_to_int(_mode, f"{'int' if _to[0] == 's' else 'uint'}{_to[1:]}"),
+            )
 
 # Conversions between floats.
 define("cvt.f64.f32", "f8", "f4", lambda a: a.astype(np.float64))
@@ -402,30 +526,55 @@ define("cvt.rn.f32.f64", "f4", "f8", lambda a: a.astype(F4))
 for _mode, _function in (("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)):
     define(f"cvt.{_mode}.f32.f32 cvt.{_mode}.ftz.f32.f32", "f4", "f4", _function)
 define("cvt.ftz.f32.f32", "f4", "f4", flush)
-define("cvt.sat.f32.f32", "f4", "f4",
-       lambda a: np.clip(np.nan_to_num(a, nan=0.0), F4(0), F4(1)))
+define("cvt.sat.f32.f32", "f4", "f4", lambda a: np.clip(np.nan_to_num(a, nan=0.0), F4(0), F4(1)))
 for _type, _half in NARROW.items():
     if _half.bytes == 2:
         define(f"cvt.f32.{_type}", "f4", "u2", _half.load)
         define(f"cvt.rn.{_type}.f32", "u2", "f4", _half.store)
-        define(f"cvt.rn.{_type}x2.f32", "u4", "f4 f4",
-               lambda a, b, store=_half.store: pack_halves(store(b), store(a)))
-        define(f"cvt.rn.relu.{_type}x2.f32", "u4", "f4 f4",
-               lambda a, b, store=_half.store: pack_halves(store(np.fmax(b, F4(0))),
-                                                           store(np.fmax(a, F4(0)))))
-        define(f"cvt.rz.{_type}x2.f32", "u4", "f4 f4",
-               lambda a, b, cut=_half.truncate: pack_halves(cut(b), cut(a)))
+        define(
+            f"cvt.rn.{_type}x2.f32",
+            "u4",
+            "f4 f4",
+            lambda a, b, store=_half.store: pack_halves(store(b), store(a)),
+        )
+        define(
+            f"cvt.rn.relu.{_type}x2.f32",
+            "u4",
+            "f4 f4",
+            lambda a, b, store=_half.store: pack_halves(
+                store(np.fmax(b, F4(0))), store(np.fmax(a, F4(0)))
+            ),
+        )
+        define(
+            f"cvt.rz.{_type}x2.f32",
+            "u4",
+            "f4 f4",
+            lambda a, b, cut=_half.truncate: pack_halves(cut(b), cut(a)),
+        )
         define(f"cvt.rz.{_type}.f32", "u2", "f4", _half.truncate)
     else:
-        define(f"cvt.rn.satfinite.{_type}x2.f32", "u2", "f4 f4",
-               lambda a, b, store=_half.store:
-               store(b).astype(np.uint16) | (store(a).astype(np.uint16) << np.uint16(8)))
-        define(f"cvt.rn.f16x2.{_type}x2", "u4", "u2",
-               lambda a, load=_half.load: pack_halves(
-                   load((a & np.uint16(255)).astype(np.uint8)).astype(np.float16).view(np.uint16),
-                   load((a >> np.uint16(8)).astype(np.uint8)).astype(np.float16).view(np.uint16)))
+        define(
+            f"cvt.rn.satfinite.{_type}x2.f32",
+            "u2",
+            "f4 f4",
+            lambda a, b, store=_half.store: (
+                store(b).astype(np.uint16) | (store(a).astype(np.uint16) << np.uint16(8))
+            ),
+        )
+        define(
+            f"cvt.rn.f16x2.{_type}x2",
+            "u4",
+            "u2",
+            lambda a, load=_half.load: pack_halves(
+                load((a & np.uint16(255)).astype(np.uint8)).astype(np.float16).view(np.uint16),
+                load((a >> np.uint16(8)).astype(np.uint8)).astype(np.float16).view(np.uint16),
+            ),
+        )
 define("cvt.rn.bf16x2.f32", "u4", "f4 f4", bf16x2_bits)
-define("cvt.rna.tf32.f32", "u4", "f4",
-       lambda a: (a.view(U4) + U4(0x1000)) & U4(0xFFFFE000))
-define("cvt.rn.tf32.f32", "u4", "f4",
-       lambda a: (a.view(U4) + U4(0xFFF) + ((a.view(U4) >> U4(13)) & U4(1))) & U4(0xFFFFE000))
+define("cvt.rna.tf32.f32", "u4", "f4", lambda a: (a.view(U4) + U4(0x1000)) & U4(0xFFFFE000))
+define(
+    "cvt.rn.tf32.f32",
+    "u4",
+    "f4",
+    lambda a: (a.view(U4) + U4(0xFFF) + ((a.view(U4) >> U4(13)) & U4(1))) & U4(0xFFFFE000),
+)

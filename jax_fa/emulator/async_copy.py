@@ -35,16 +35,24 @@ class Groups:
         self.committed.append(self.open)
         self.open = []
 
-    def pending(self, newest: int, phases: int | None) -> list[Operation]:
-        """Operations of all but the `newest` groups that have not come far enough.
+    def cover(self, newest: int, phases: int | None) -> list[Operation]:
+        """Waits for all but the `newest` groups: those of their operations not far enough yet.
 
         `phases` is how many phases must have run, None for all.
         """
-        while self.committed and all(o.finished for o in self.committed[0]):
+        covered = [
+            o for group in list(self.committed)[: len(self.committed) - newest] for o in group
+        ]
+        for operation in covered:
+            operation.waited = True
+        while len(self.committed) > newest and all(o.finished for o in self.committed[0]):
             self.committed.popleft()
-        counted = list(self.committed)[:len(self.committed) - newest]
-        return [o for group in counted for o in group
-                if not o.finished and (phases is None or o.done < phases)]
+        return [o for o in covered if not o.finished and (phases is None or o.done < phases)]
+
+    def forgotten(self) -> list[Operation]:
+        """Operations that nothing waited for."""
+        groups = (*self.committed, self.open)
+        return [o for group in groups for o in group if not o.waited]
 
 
 def groups_of(warp: Warp, unit: str) -> list[Groups]:
@@ -111,6 +119,7 @@ class _Issue:
             _write_chunks(target, chunks, self.fetch())
             target.shared.end(claim)
             barrier.complete(self.size)
+
         _issue(self.warp, self.what, land)
 
 
@@ -126,9 +135,8 @@ def _one(lane: int) -> np.ndarray:
 
 def tensor_map_at(warp: Warp, addresses: np.ndarray, lane: int) -> TensorMap:
     """Decodes the TMA descriptor at a generic address."""
-    words = [load_at(warp, "generic", addresses + np.uint64(8 * i), _one(lane), 8)[lane]
-             for i in range(8)]
-    return decode_tensor_map(np.array(words, np.uint64).tobytes())
+    words = load_at(warp, "generic", addresses, _one(lane), 8, 8)[lane]
+    return decode_tensor_map(words.tobytes())
 
 
 @effect("cp.async.bulk.tensor cp.reduce.async.bulk.tensor")
@@ -150,8 +158,7 @@ def tensor_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     if loads:
         barrier = address_reader(decoder, rest[0], "shared")
         mask_of = decoder.read(rest[1], "u2") if multicast else None
-        return _tensor_load(ins, descriptor, coordinates, shared,
-                            _Signal(barrier, mask_of, pair))
+        return _tensor_load(ins, descriptor, coordinates, shared, _Signal(barrier, mask_of, pair))
 
     return _tensor_store(ins, descriptor, coordinates, shared, reduction)
 
@@ -162,36 +169,56 @@ class _Signal:
     def __init__(self, barrier: Callable, mask_of: Callable | None, pair: bool) -> None:
         self.barrier, self.mask_of, self.pair = barrier, mask_of, pair
 
-    def send(self, issue: _Issue, lane: int, address: int,
-             chunks: Callable[[int], np.ndarray]) -> None:
+    def send(
+        self, issue: _Issue, lane: int, address: int, chunks: Callable[[int], np.ndarray]
+    ) -> None:
         """Sends an issue to all its targets."""
         slots = issue.warp.slots
         mask = None if self.mask_of is None else int(self.mask_of(slots)[lane])
         barrier = int(self.barrier(slots)[lane])
         where = chunks(address & OFFSET_MASK)
         for target in _targets(issue.warp, address, mask):
-            issue.send(target, where, _signal_address(barrier, target, multicast=mask is not None,
-                                                      pair=self.pair))
+            issue.send(
+                target,
+                where,
+                _signal_address(barrier, target, multicast=mask is not None, pair=self.pair),
+            )
 
 
-def _tensor_load(ins: Instruction, descriptor: Callable, coordinates: list[Callable],
-                 shared: Callable, signal: _Signal) -> Run:
+def _tensor_load(
+    ins: Instruction,
+    descriptor: Callable,
+    coordinates: list[Callable],
+    shared: Callable,
+    signal: _Signal,
+) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots, memory = warp.slots, warp.machine.memory
         for lane in _lanes(mask):
             tensor = tensor_map_at(warp, descriptor(slots), lane)
             corner = tuple(int(c(slots)[lane]) for c in coordinates)
             what = _who(warp, ins, f"TMA load of box {corner}")
-            issue = _Issue(warp, what, tensor.box_bytes,
-                           lambda t=tensor, c=corner: load_box(t, c, memory))
-            signal.send(issue, lane, int(shared(slots)[lane]),
-                        lambda at, t=tensor: packed_chunks(at, t.box_bytes, t.swizzle))
+            issue = _Issue(
+                warp, what, tensor.box_bytes, lambda t=tensor, c=corner: load_box(t, c, memory)
+            )
+            signal.send(
+                issue,
+                lane,
+                int(shared(slots)[lane]),
+                lambda at, t=tensor: packed_chunks(at, t.box_bytes, t.swizzle),
+            )
             warp.machine.count("bytes TMA load", tensor.box_bytes)
+
     return run
 
 
-def _tensor_store(ins: Instruction, descriptor: Callable, coordinates: list[Callable],
-                  shared: Callable, reduction: str | None) -> Run:
+def _tensor_store(
+    ins: Instruction,
+    descriptor: Callable,
+    coordinates: list[Callable],
+    shared: Callable,
+    reduction: str | None,
+) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots = warp.slots
         for lane in _lanes(mask):
@@ -205,11 +232,13 @@ def _tensor_store(ins: Instruction, descriptor: Callable, coordinates: list[Call
             operation = _read_then(warp, what, cta, chunks, write)
             groups_of(warp, "bulk")[lane].open.append(operation)
             warp.machine.count("bytes TMA store", tensor.box_bytes)
+
     return run
 
 
-def _read_then(warp: Warp, what: str, cta: Cta, chunks: np.ndarray,
-               write: Callable[[np.ndarray], None]) -> Operation:
+def _read_then(
+    warp: Warp, what: str, cta: Cta, chunks: np.ndarray, write: Callable[[np.ndarray], None]
+) -> Operation:
     """An operation that first reads shared memory, then passes the bytes on."""
     claim: Claim = cta.shared.begin_read(chunks, what)
     taken: list[np.ndarray] = []
@@ -217,11 +246,13 @@ def _read_then(warp: Warp, what: str, cta: Cta, chunks: np.ndarray,
     def take() -> None:
         taken.append(_read_chunks(cta, chunks).copy())
         cta.shared.end(claim)
+
     return _issue(warp, what, take, lambda: write(taken.pop()))
 
 
-def _box_writer(warp: Warp, tensor: TensorMap, corner: tuple[int, ...],
-                reduction: str | None) -> Callable[[np.ndarray], None]:
+def _box_writer(
+    warp: Warp, tensor: TensorMap, corner: tuple[int, ...], reduction: str | None
+) -> Callable[[np.ndarray], None]:
     memory = warp.machine.memory
 
     def write(data: np.ndarray) -> None:
@@ -229,13 +260,15 @@ def _box_writer(warp: Warp, tensor: TensorMap, corner: tuple[int, ...],
         if part is None:
             return
         shape = (*reversed(tensor.box[1:]), tensor.box[0] * tensor.element_bytes)
-        new = data[:tensor.box_bytes].reshape(shape)[part.place]
+        new = data[: tensor.box_bytes].reshape(shape)[part.place]
         if reduction is not None:
             bits = DTYPES[UNSIGNED[tensor.element_bytes]]
             old = np.ascontiguousarray(part.view).view(bits)
-            new = combine_values(reduction, tensor.type, old,
-                                 np.ascontiguousarray(new).view(bits)).view(np.uint8)
+            new = combine_values(
+                reduction, tensor.type, old, np.ascontiguousarray(new).view(bits)
+            ).view(np.uint8)
         part.view[...] = new
+
     return write
 
 
@@ -269,13 +302,16 @@ def bulk_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 def _check_bulk(size: int, *addresses: int) -> None:
     if size % CHUNK or any(a % CHUNK for a in addresses):
-        raise OutOfBoundsError(f"bulk copy of {size} bytes between "
-                               f"{', '.join(hex(a) for a in addresses)}: all must be multiples "
-                               "of 16")
+        raise OutOfBoundsError(
+            f"bulk copy of {size} bytes between "
+            f"{', '.join(hex(a) for a in addresses)}: all must be multiples "
+            "of 16"
+        )
 
 
-def _bulk_load(ins: Instruction, to: Callable, from_: Callable, size: Callable,
-               signal: _Signal) -> Run:
+def _bulk_load(
+    ins: Instruction, to: Callable, from_: Callable, size: Callable, signal: _Signal
+) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots, memory = warp.slots, warp.machine.memory
         for lane in _lanes(mask):
@@ -285,15 +321,22 @@ def _bulk_load(ins: Instruction, to: Callable, from_: Callable, size: Callable,
             region = memory.region(source, source + count)
             begin = source - region.base
             what = _who(warp, ins, f"bulk load of {count} bytes from {region.name!r}")
-            issue = _Issue(warp, what, count,
-                           lambda r=region, b=begin, n=count: r.data[b:b + n].copy())
+            issue = _Issue(
+                warp, what, count, lambda r=region, b=begin, n=count: r.data[b : b + n].copy()
+            )
             signal.send(issue, lane, address, lambda at, n=count: packed_chunks(at, n, "none"))
             warp.machine.count("bytes bulk load", count)
+
     return run
 
 
-def _bulk_store(ins: Instruction, to: Callable, from_: Callable, size: Callable,
-                reduction: tuple[str | None, str | None]) -> Run:
+def _bulk_store(
+    ins: Instruction,
+    to: Callable,
+    from_: Callable,
+    size: Callable,
+    reduction: tuple[str | None, str | None],
+) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots, memory = warp.slots, warp.machine.memory
         for lane in _lanes(mask):
@@ -301,32 +344,44 @@ def _bulk_store(ins: Instruction, to: Callable, from_: Callable, size: Callable,
             goal = int(to(slots)[lane])
             _check_bulk(count, goal, address)
             region = memory.region(goal, goal + count)
-            view = region.data[goal - region.base:goal - region.base + count]
+            view = region.data[goal - region.base : goal - region.base + count]
             cta = warp.cta.cluster.cta_at(address)
             verb = "reduction" if reduction[0] else "store"
             what = _who(warp, ins, f"bulk {verb} of {count} bytes to {region.name!r}")
-            operation = _read_then(warp, what, cta, packed_chunks(address & OFFSET_MASK, count,
-                                                                  "none"),
-                                   lambda data, v=view: _combine_into(v, data, *reduction))
+            operation = _read_then(
+                warp,
+                what,
+                cta,
+                packed_chunks(address & OFFSET_MASK, count, "none"),
+                lambda data, v=view: _combine_into(v, data, *reduction),
+            )
             groups_of(warp, "bulk")[lane].open.append(operation)
             warp.machine.count(f"bytes bulk {verb}", count)
+
     return run
 
 
-def _combine_into(view: np.ndarray, data: np.ndarray, operation: str | None,
-                  type_: str | None) -> None:
+def _combine_into(
+    view: np.ndarray, data: np.ndarray, operation: str | None, type_: str | None
+) -> None:
     """Stores bytes, or combines them with what is there."""
     if operation is None:
         view[:] = data
         return
-    bits = DTYPES[UNSIGNED[{"f16": 2, "bf16": 2, "u64": 8, "s64": 8, "b64": 8, "f64": 8}
-                           .get(type_, 4)]]
+    bits = DTYPES[
+        UNSIGNED[{"f16": 2, "bf16": 2, "u64": 8, "s64": 8, "b64": 8, "f64": 8}.get(type_, 4)]
+    ]
     old, new = view.view(bits), np.ascontiguousarray(data).view(bits)
     view.view(bits)[:] = combine_values(operation, type_, old, new)
 
 
-def _bulk_exchange(ins: Instruction, to: Callable, from_: Callable, size: Callable,
-                   how: tuple[Callable, str | None, str | None]) -> Run:
+def _bulk_exchange(
+    ins: Instruction,
+    to: Callable,
+    from_: Callable,
+    size: Callable,
+    how: tuple[Callable, str | None, str | None],
+) -> Run:
     """Shared memory of this CTA to that of another CTA of the cluster."""
     barrier_of, reduction, type_ = how
 
@@ -339,12 +394,17 @@ def _bulk_exchange(ins: Instruction, to: Callable, from_: Callable, size: Callab
             here, there = cluster.cta_at(source), cluster.cta_at(goal)
             what = _who(warp, ins, f"bulk copy of {count} bytes to CTA {there.number}")
             read = here.shared.begin_read(packed_chunks(source & OFFSET_MASK, count, "none"), what)
-            write = there.shared.begin_write(packed_chunks(goal & OFFSET_MASK, count, "none"),
-                                             what)
+            write = there.shared.begin_write(packed_chunks(goal & OFFSET_MASK, count, "none"), what)
             barrier = mbarrier_at(warp, int(barrier_of(slots)[lane]))
 
-            def land(here: Cta = here, there: Cta = there, read: Claim = read,
-                     write: Claim = write, barrier: object = barrier, count: int = count) -> None:
+            def land(
+                here: Cta = here,
+                there: Cta = there,
+                read: Claim = read,
+                write: Claim = write,
+                barrier: object = barrier,
+                count: int = count,
+            ) -> None:
                 data = _read_chunks(here, read.chunks).copy()
                 if reduction:
                     old = _read_chunks(there, write.chunks).copy()
@@ -354,8 +414,10 @@ def _bulk_exchange(ins: Instruction, to: Callable, from_: Callable, size: Callab
                 here.shared.end(read)
                 there.shared.end(write)
                 barrier.complete(count)
+
             _issue(warp, what, land)
             warp.machine.count("bytes cluster copy", count)
+
     return run
 
 
@@ -369,6 +431,7 @@ def commit_group(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         groups = groups_of(warp, unit)
         for lane in _lanes(mask):
             groups[lane].commit()
+
     return run
 
 
@@ -387,12 +450,14 @@ def wait_group(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         if everything:
             for lane in lanes:
                 groups[lane].commit()
-        pending = {o for lane in lanes for o in groups[lane].pending(keep, phases)}
+        pending = {o for lane in lanes for o in groups[lane].cover(keep, phases)}
         if not pending:
             return None
-        return Wait(lambda: all(o.finished or (phases is not None and o.done >= phases)
-                                for o in pending),
-                    lambda: f"waits for {len(pending)} operations of {unit} groups")
+        return Wait(
+            lambda: all(o.finished or (phases is not None and o.done >= phases) for o in pending),
+            lambda: f"waits for {len(pending)} operations of {unit} groups",
+        )
+
     return run
 
 
@@ -403,8 +468,11 @@ def small_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     to = address_reader(decoder, ins.operands[0], "shared")
     from_ = address_reader(decoder, ins.operands[1], "global")
     size = int(ins.operands[2].bits)
-    valid = decoder.read(ins.operands[3], "u4") if len(ins.operands) > 3 and \
-        "cache_hint" not in ins.opcode else None
+    valid = (
+        decoder.read(ins.operands[3], "u4")
+        if len(ins.operands) > 3 and "cache_hint" not in ins.opcode
+        else None
+    )
     offsets = np.arange(size)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
@@ -424,16 +492,18 @@ def small_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 if limit:
                     region = machine.memory.region(int(source), int(source) + int(limit))
                     begin = int(source) - region.base
-                    data[:int(limit)] = region.data[begin:begin + int(limit)]
+                    data[: int(limit)] = region.data[begin : begin + int(limit)]
                 shared.data[place] = data
                 shared.written[place] = 1
             if claim is not None:
                 shared.end(claim)
+
         operation = _issue(warp, what, land)
         groups = groups_of(warp, "cp.async")
         for lane in _lanes(mask):
             groups[lane].open.append(operation)
         machine.count("bytes cp.async", size * len(targets))
+
     return run
 
 
@@ -450,12 +520,15 @@ def copy_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             barrier = mbarrier_at(warp, int(at(warp.slots)[lane]))
             if not without_increment:
                 barrier.pending += 1
-            pending = [o for g in (*groups[lane].committed, groups[lane].open) for o in g
-                       if not o.finished]
+            pending = [
+                o for g in (*groups[lane].committed, groups[lane].open) for o in g if not o.finished
+            ]
 
             def arrive(pending: list = pending, barrier: object = barrier) -> None:
                 for operation in pending:
                     warp.machine.finish(operation)
                 barrier.arrive()
+
             _issue(warp, _who(warp, ins, "cp.async.mbarrier.arrive"), arrive)
+
     return run

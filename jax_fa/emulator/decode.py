@@ -17,6 +17,7 @@ from jax_fa.emulator.faults import UnknownInstructionError
 from jax_fa.emulator.memory import PARAM_WINDOW
 from jax_fa.emulator.ptx import (
     TYPE_BYTES,
+    Address,
     Immediate,
     Instruction,
     Kernel,
@@ -60,6 +61,14 @@ class Branch(NamedTuple):
     guard: tuple[int, bool] | None
 
 
+class RegisterUse(NamedTuple):
+    """Bit sets of the registers an instruction touches at all, and of its destinations."""
+
+    touched: int
+    written: int
+    is_multiply: bool
+
+
 class Segment:
     """A straight run of instructions and how it ends.
 
@@ -67,8 +76,20 @@ class Segment:
     nothing (it falls through to `next`).
     """
 
-    __slots__ = ("full", "masked", "steps", "last", "branch", "run", "exits", "guard", "next",
-                 "touches", "last_touched", "join")
+    __slots__ = (
+        "full",
+        "masked",
+        "steps",
+        "last",
+        "branch",
+        "run",
+        "exits",
+        "guard",
+        "next",
+        "uses",
+        "last_use",
+        "join",
+    )
 
     def __init__(self) -> None:
         self.full: list[Step] = []
@@ -80,8 +101,8 @@ class Segment:
         self.exits = False
         self.guard: tuple[int, bool] | None = None
         self.next = -1
-        self.touches: list[int] = []
-        self.last_touched = 0
+        self.uses: list[RegisterUse] = []
+        self.last_use = RegisterUse(0, 0, False)
         self.join = -1
 
 
@@ -122,8 +143,9 @@ class Decoder:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.units = [None if flow.is_branch(i) or flow.is_exit(i) else find(i)
-                      for i in kernel.instructions]
+        self.units = [
+            None if flow.is_branch(i) or flow.is_exit(i) else find(i) for i in kernel.instructions
+        ]
         self.homes = _home_kinds(kernel, self.units)
         self.slots: list[np.ndarray | str] = []
         self.slot_of: dict[tuple, int] = {}
@@ -168,6 +190,7 @@ class Decoder:
             if convert is not None:
                 value = convert(value)
             slots[slot] = value if mask is FULL else merge(mask, value, slots[slot])
+
         return put
 
     def home(self, operand: Operand) -> str:
@@ -219,8 +242,15 @@ class Decoder:
             for position in range(start, end):
                 self._add(segment, position, index_of)
             segments.append(segment)
-        return Program(self.kernel, segments, self.homes, self.slots, self.shared,
-                       self.params, self.local_bytes)
+        return Program(
+            self.kernel,
+            segments,
+            self.homes,
+            self.slots,
+            self.shared,
+            self.params,
+            self.local_bytes,
+        )
 
     def _segment_starts(self) -> list[int]:
         instructions = self.kernel.instructions
@@ -229,8 +259,11 @@ class Decoder:
             if flow.is_branch(instruction):
                 starts.add(flow.branch_target(instruction))
                 starts.add(index + 1)
-            elif flow.is_exit(instruction) or self.units[index].__class__ is Unit \
-                    and self.units[index].blocks:
+            elif (
+                flow.is_exit(instruction)
+                or self.units[index].__class__ is Unit
+                and self.units[index].blocks
+            ):
                 starts.add(index + 1)
         return sorted(s for s in starts if s < len(instructions))
 
@@ -239,28 +272,32 @@ class Decoder:
         guard = instruction.guard
         segment.guard = None if guard is None else (guard.register.number, guard.negated)
         if unit is None:
-            segment.last_touched = _touched(instruction)
+            segment.last_use = _register_use(instruction)
             segment.last = instruction
             if flow.is_exit(instruction):
                 segment.exits = True
             else:
-                segment.branch = Branch(index_of[flow.branch_target(instruction)], segment.next,
-                                        segment.join, segment.guard)
+                segment.branch = Branch(
+                    index_of[flow.branch_target(instruction)],
+                    segment.next,
+                    segment.join,
+                    segment.guard,
+                )
         elif isinstance(unit, Pure):
             full, masked = self._pure(instruction, unit)
             segment.steps.append(instruction)
-            segment.touches.append(_touched(instruction))
+            segment.uses.append(_register_use(instruction))
             segment.full.append(full)
             segment.masked.append(masked)
         else:
             run = unit.build(self, instruction, Modifiers(instruction, unit.prefix))
             if unit.blocks:
                 segment.last, segment.run = instruction, run
-                segment.last_touched = _touched(instruction)
+                segment.last_use = _register_use(instruction)
             else:
                 step = _effect_step(run, segment.guard)
                 segment.steps.append(instruction)
-                segment.touches.append(_touched(instruction))
+                segment.uses.append(_register_use(instruction))
                 segment.full.append(step)
                 segment.masked.append(step)
 
@@ -272,16 +309,19 @@ class Decoder:
             raise UnknownInstructionError(f"{instruction}: the result operand is not implemented")
         home = self.homes[target.number]
         same = "u8" if home == "pair" and unit.function is not identity else home
-        sources = [self.source(o, same if kind == "any" else kind)
-                   for o, kind in zip(operands, unit.operands, strict=True)]
+        sources = [
+            self.source(o, same if kind == "any" else kind)
+            for o, kind in zip(operands, unit.operands, strict=True)
+        ]
         result = same if unit.result == "any" else unit.result
         compute = _call(unit.function, sources, converter(result, home))
         guard = instruction.guard
         masked = _masked_step(compute, target.number, guard)
         if guard is not None:
             return masked, masked
-        return _full_step(unit.function, sources, compute, target.number,
-                          direct=result == home), masked
+        return _full_step(
+            unit.function, sources, compute, target.number, direct=result == home
+        ), masked
 
 
 def _nothing(warp: object) -> None:
@@ -294,48 +334,60 @@ def _call(function: Callable, sources: list[Source], finish: Callable | None) ->
     converts = [s.convert for s in sources]
 
     def compute(slots: list) -> Value:
-        values = [slots[s] if c is None else c(slots[s])
-                  for s, c in zip(slots_of, converts, strict=True)]
+        values = [
+            slots[s] if c is None else c(slots[s]) for s, c in zip(slots_of, converts, strict=True)
+        ]
         result = function(*values)
         return result if finish is None else finish(result)
+
     return compute
 
 
-def _full_step(function: Callable, sources: list[Source], compute: Reader, target: int, *,
-               direct: bool) -> Step:
+def _full_step(
+    function: Callable, sources: list[Source], compute: Reader, target: int, *, direct: bool
+) -> Step:
     """The step for a full warp, unrolled for the operand counts that matter for speed."""
     count = len(sources)
     if not direct or any(s.convert is not None for s in sources) or not 1 <= count <= 3:
+
         def general(warp: object) -> None:
             slots = warp.slots
             slots[target] = compute(slots)
+
         return general
     a, b, c = (s.slot for s in (sources + sources[:1] * 2)[:3])
     if function is identity:
+
         def step(warp: object) -> None:
             slots = warp.slots
             slots[target] = slots[a]
     elif count == 1:
+
         def step(warp: object) -> None:
             slots = warp.slots
             slots[target] = function(slots[a])
     elif count == 2:
+
         def step(warp: object) -> None:
             slots = warp.slots
             slots[target] = function(slots[a], slots[b])
     else:
+
         def step(warp: object) -> None:
             slots = warp.slots
             slots[target] = function(slots[a], slots[b], slots[c])
+
     return step
 
 
 def _masked_step(compute: Reader, target: int, guard: object) -> Step:
     """The step that leaves lanes outside the mask (and the guard) alone."""
     if guard is None:
+
         def step(warp: object) -> None:
             slots = warp.slots
             slots[target] = merge(warp.mask, compute(slots), slots[target])
+
         return step
     register, negated = guard.register.number, guard.negated
 
@@ -343,6 +395,7 @@ def _masked_step(compute: Reader, target: int, guard: object) -> Step:
         slots = warp.slots
         mask = warp.mask & (~slots[register] if negated else slots[register])
         slots[target] = merge(mask, compute(slots), slots[target])
+
     return guarded
 
 
@@ -355,19 +408,28 @@ def _effect_step(run: Run, guard: tuple[int, bool] | None) -> Step:
         mask = warp.mask & (~warp.slots[register] if negated else warp.slots[register])
         if mask.any():
             run(warp, mask)
+
     return guarded
 
 
-def _touched(instruction: Instruction) -> int:
-    """Bit set of the registers an instruction names."""
-    bits = 0 if instruction.guard is None else 1 << instruction.guard.register.number
-    stack = list(instruction.operands)
-    while stack:
-        operand = stack.pop()
-        if isinstance(operand, Register):
-            bits |= 1 << operand.number
-        elif isinstance(operand, tuple):
-            stack.extend(part for part in operand if isinstance(part, tuple))
+def _register_use(instruction: Instruction) -> RegisterUse:
+    guard = 0 if instruction.guard is None else 1 << instruction.guard.register.number
+    target, *rest = instruction.operands or (None,)
+    named = _named_registers(target)
+    written = 0 if isinstance(target, Address) else named
+    for operand in rest:
+        named |= _named_registers(operand)
+    return RegisterUse(guard | named, written, instruction.opcode.startswith("wgmma.mma_async"))
+
+
+def _named_registers(operand: object) -> int:
+    """Bit set of the registers an operand names, at any depth."""
+    if isinstance(operand, Register):
+        return 1 << operand.number
+    bits = 0
+    if isinstance(operand, tuple):
+        for part in operand:
+            bits |= _named_registers(part)
     return bits
 
 
@@ -435,8 +497,11 @@ class _Vote:
         """mov.b64 between a pair and its halves: the halves are floats."""
         a, b = instruction.operands
         whole, vector = (a, b) if isinstance(b, Vector) else (b, a)
-        if isinstance(vector, Vector) and isinstance(whole, Register) \
-                and whole.number in self.pairs:
+        if (
+            isinstance(vector, Vector)
+            and isinstance(whole, Register)
+            and whole.number in self.pairs
+        ):
             for item in vector.items:
                 if isinstance(item, Register):
                     self.counts[item.number] += 1

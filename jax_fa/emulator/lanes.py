@@ -29,8 +29,10 @@ def need_members(warp: Warp, members: np.ndarray, mask: np.ndarray, what: str) -
     lane = int(mask.argmax())
     wanted = lanes_of(int(members[lane])) & warp.live
     if (wanted & ~mask).any():
-        raise DivergenceError(f"{what} with member mask {int(members[lane]):#x} is executed by "
-                              f"lanes {np.flatnonzero(mask).tolist()} only")
+        raise DivergenceError(
+            f"{what} with member mask {int(members[lane]):#x} is executed by "
+            f"lanes {np.flatnonzero(mask).tolist()} only"
+        )
 
 
 def shuffle_sources(mode: str, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -72,6 +74,7 @@ def shuffle(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         source, inside = cache[key]
         write(slots, read(slots)[source], mask)
         write_flag(slots, inside, mask)
+
     return run
 
 
@@ -83,8 +86,11 @@ def vote(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     write = decoder.write(ins.operands[0], "u4" if mode == "ballot" else "pred")
     read = decoder.read(ins.operands[1], "pred")
     members = decoder.read(ins.operands[2], "u4")
-    functions: dict[str, Callable] = {"all": np.all, "any": np.any,
-                                      "uni": lambda p: p.all() or not p.any()}
+    functions: dict[str, Callable] = {
+        "all": np.all,
+        "any": np.any,
+        "uni": lambda p: p.all() or not p.any(),
+    }
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         member = members(warp.slots)
@@ -96,6 +102,7 @@ def vote(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             write(warp.slots, np.full(LANES, bits, np.uint32), mask)
         else:
             write(warp.slots, np.full(LANES, bool(functions[mode](votes[taking]))), mask)
+
     return run
 
 
@@ -113,12 +120,18 @@ def elect(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         leader = int((lanes_of(int(member[int(mask.argmax())])) & mask).argmax())
         write(warp.slots, np.full(LANES, leader, np.uint32), mask)
         write_flag(warp.slots, leader == _LANE, mask)
+
     return run
 
 
 _REDUCE: dict[str, Callable] = {
-    "add": lambda v: v.sum(dtype=v.dtype), "min": np.min, "max": np.max,
-    "and": np.bitwise_and.reduce, "or": np.bitwise_or.reduce, "xor": np.bitwise_xor.reduce}
+    "add": lambda v: v.sum(dtype=v.dtype),
+    "min": np.min,
+    "max": np.max,
+    "and": np.bitwise_and.reduce,
+    "or": np.bitwise_or.reduce,
+    "xor": np.bitwise_xor.reduce,
+}
 
 
 @effect("redux.sync")
@@ -143,6 +156,7 @@ def reduce_lanes(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         values = read(warp.slots)[taking]
         result = function(np.abs(values) if absolute else values)
         write(warp.slots, np.full(LANES, result, values.dtype), mask)
+
     return run
 
 
@@ -155,6 +169,7 @@ def active_mask(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         bits = int(np.packbits(warp.mask, bitorder="little").view(np.uint32)[0])
         write(warp.slots, np.full(LANES, bits, np.uint32), mask)
+
     return run
 
 
@@ -181,4 +196,5 @@ def match(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             bits = bits if agree else np.zeros(LANES, np.uint32)
             write_flag(warp.slots, np.full(LANES, agree), mask)
         write(warp.slots, bits, mask)
+
     return run

@@ -40,25 +40,42 @@ class Launch:
 
     def to_json(self) -> str:
         """The launch as JSON text; parameter bytes in base64."""
-        return json.dumps({
-            "kernel": self.kernel, "grid": self.grid, "block": self.block,
-            "cluster": self.cluster, "shared_bytes": self.shared_bytes,
-            "params": [base64.b64encode(p).decode() for p in self.params]}, indent=1)
+        return json.dumps(
+            {
+                "kernel": self.kernel,
+                "grid": self.grid,
+                "block": self.block,
+                "cluster": self.cluster,
+                "shared_bytes": self.shared_bytes,
+                "params": [base64.b64encode(p).decode() for p in self.params],
+            },
+            indent=1,
+        )
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Launch:
         """A launch as the extension's record mode returns it."""
-        return cls(tuple(record["grid"]), tuple(record["block"]), tuple(record["params"]),
-                   int(record["shared_bytes"]), tuple(record["cluster"]), record["kernel"])
+        return cls(
+            tuple(record["grid"]),
+            tuple(record["block"]),
+            tuple(record["params"]),
+            int(record["shared_bytes"]),
+            tuple(record["cluster"]),
+            record["kernel"],
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Launch:
         """The inverse of to_json; unknown keys (such as buffers) are ignored."""
         raw = json.loads(text)
-        return cls(tuple(raw["grid"]), tuple(raw["block"]),
-                   tuple(base64.b64decode(p) for p in raw["params"]),
-                   int(raw.get("shared_bytes", 0)), tuple(raw.get("cluster", (1, 1, 1))),
-                   raw.get("kernel"))
+        return cls(
+            tuple(raw["grid"]),
+            tuple(raw["block"]),
+            tuple(base64.b64decode(p) for p in raw["params"]),
+            int(raw.get("shared_bytes", 0)),
+            tuple(raw.get("cluster", (1, 1, 1))),
+            raw.get("kernel"),
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Launch:

@@ -14,8 +14,13 @@ import numpy as np
 from jax_fa.emulator.faults import UnknownInstructionError
 
 # (bits moved from, bits moved to, number of bits): address[to] ^= address[from].
-_XOR = {"none": (0, 0, 0), "32B": (7, 4, 1), "64B": (7, 4, 2), "128B": (7, 4, 3),
-        "128B/32B": (7, 5, 2)}
+_XOR = {
+    "none": (0, 0, 0),
+    "32B": (7, 4, 1),
+    "64B": (7, 4, 2),
+    "128B": (7, 4, 3),
+    "128B/32B": (7, 5, 2),
+}
 WIDTH = {"none": 16, "32B": 32, "64B": 64, "128B": 128, "128B/32B": 128}
 PERIOD = 1024
 
@@ -42,22 +47,26 @@ _WGMMA_LAYOUT = {0: "none", 1: "128B", 2: "64B", 3: "32B"}
 def matrix_descriptor(bits: int, unit: str) -> MatrixDescriptor:
     """Decodes the 64-bit descriptor of `unit` "wgmma" or "tcgen05"."""
     if bits >> 49 & 7:
-        raise UnknownInstructionError(f"matrix descriptor {bits:#x}: base offset is not "
-                                      "implemented; align the tile to its swizzle period")
+        raise UnknownInstructionError(
+            f"matrix descriptor {bits:#x}: base offset is not "
+            "implemented; align the tile to its swizzle period"
+        )
     if unit == "wgmma":
         layout = _WGMMA_LAYOUT[bits >> 62 & 3]
     else:
         if bits >> 46 & 3 != 1:
             raise UnknownInstructionError(f"matrix descriptor {bits:#x}: bits 46-47 must be 1")
         if bits >> 52 & 1:
-            raise UnknownInstructionError(f"matrix descriptor {bits:#x}: absolute leading "
-                                          "dimension is not implemented")
+            raise UnknownInstructionError(
+                f"matrix descriptor {bits:#x}: absolute leading dimension is not implemented"
+            )
         code = bits >> 61 & 7
         if code not in _TCGEN05_LAYOUT:
             raise UnknownInstructionError(f"matrix descriptor {bits:#x}: layout {code}")
         layout = _TCGEN05_LAYOUT[code]
-    return MatrixDescriptor((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4,
-                            (bits >> 32 & 0x3FFF) << 4, layout)
+    return MatrixDescriptor(
+        (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, layout
+    )
 
 
 class Tile(NamedTuple):

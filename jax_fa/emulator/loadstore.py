@@ -19,20 +19,34 @@ if TYPE_CHECKING:
     from jax_fa.emulator.warp import Warp
 
 _TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64 b128 f16 bf16 f16x2 bf16x2"
-_SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "param", "param::entry",
-           "const")
+_SPACES = (
+    "global",
+    "shared",
+    "shared::cta",
+    "shared::cluster",
+    "local",
+    "param",
+    "param::entry",
+    "const",
+)
 # Cache and ordering hints; memory is sequentially consistent here.
-_HINTS = ("weak relaxed acquire release volatile cta cluster gpu sys nc ca cg cs lu cv wb wt "
-          "L1::no_allocate L1::evict_first L1::evict_last L1::evict_unchanged L1::evict_normal "
-          "L2::cache_hint L2::64B L2::128B L2::256B L2::evict_first L2::evict_last "
-          "L2::evict_normal mmio")
+_HINTS = (
+    "weak relaxed acquire release volatile cta cluster gpu sys nc ca cg cs lu cv wb wt "
+    "L1::no_allocate L1::evict_first L1::evict_last L1::evict_unchanged L1::evict_normal "
+    "L2::cache_hint L2::64B L2::128B L2::256B L2::evict_first L2::evict_last "
+    "L2::evict_normal mmio"
+)
 
 
 def space_of(mods: Modifiers) -> str:
     """The state space of a memory instruction; "generic" when none is named."""
     space = mods.take(*_SPACES) or "generic"
-    return {"shared::cta": "shared", "shared::cluster": "shared", "param::entry": "param",
-            "const": "param"}.get(space, space)
+    return {
+        "shared::cta": "shared",
+        "shared::cluster": "shared",
+        "param::entry": "param",
+        "const": "param",
+    }.get(space, space)
 
 
 def address_reader(decoder: Decoder, operand: Address, space: str) -> Callable[[list], np.ndarray]:
@@ -45,47 +59,55 @@ def address_reader(decoder: Decoder, operand: Address, space: str) -> Callable[[
     return lambda slots: base(slots) + offset
 
 
-def load_at(warp: Warp, space: str, addresses: np.ndarray, mask: np.ndarray,
-            size: int) -> np.ndarray:
-    """Elements of `size` bytes for the lanes of the mask; the other lanes give 0."""
+def load_at(
+    warp: Warp, space: str, addresses: np.ndarray, mask: np.ndarray, size: int, count: int = 1
+) -> np.ndarray:
+    """`count` consecutive elements of `size` bytes for every lane: (LANES, count).
+
+    Lanes outside the mask give 0.
+    """
     active = addresses if mask is FULL else addresses[mask]
     if space == "generic":
         space, active = _resolve(active)
     if space == "shared":
-        found = _shared_access(warp, active, lambda cta, at, _: cta.shared.load(at, size))
+        found = _shared_access(warp, active, lambda cta, at, _: cta.shared.load(at, size, count))
     elif space == "global":
-        found = warp.machine.memory.load(active, size)
-        warp.machine.count("bytes global load", size * len(active))
+        found = warp.machine.memory.load(active, size, count)
+        warp.machine.count("bytes global load", found.nbytes)
     elif space == "param":
-        found = _param_load(warp, active, size)
+        found = _param_load(warp, active, size, count)
     else:
-        lanes = np.flatnonzero(mask)
-        found = _local_view(warp, active, size)[lanes, active.astype(np.int64) // size]
+        found = _local_view(warp, active, size, count)[
+            np.flatnonzero(mask), active.astype(np.int64) // (size * count)
+        ]
     if mask is FULL:
         return found
-    result = np.zeros(LANES, found.dtype)
+    result = np.zeros((LANES, count), found.dtype)
     result[mask] = found
     return result
 
 
-def store_at(warp: Warp, space: str, addresses: np.ndarray, values: np.ndarray,
-             mask: np.ndarray) -> None:
-    """Stores the lanes of the mask; the size of an element is that of `values`."""
-    size = values.dtype.itemsize
-    active = addresses if mask is FULL else addresses[mask]
-    values = values if mask is FULL else values[mask]
+def store_at(
+    warp: Warp, space: str, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray
+) -> None:
+    """Stores values of shape (LANES,) or (LANES, count) in the lanes of the mask."""
+    values = values.reshape(LANES, -1)
+    if mask is not FULL:
+        addresses, values = addresses[mask], values[mask]
     if space == "generic":
-        space, active = _resolve(active)
+        space, addresses = _resolve(addresses)
     if space == "shared":
         who = warp.cta.rank * 64 + warp.index
-        _shared_access(warp, active,
-                       lambda cta, at, part: cta.shared.store(at, values[part], size, who))
+        _shared_access(
+            warp, addresses, lambda cta, at, part: cta.shared.store(at, values[part], who)
+        )
     elif space == "global":
-        warp.machine.memory.store(active, values, size)
-        warp.machine.count("bytes global store", size * len(active))
+        warp.machine.memory.store(addresses, values)
+        warp.machine.count("bytes global store", values.nbytes)
     elif space == "local":
-        lanes = np.flatnonzero(mask)
-        _local_view(warp, active, size)[lanes, active.astype(np.int64) // size] = values
+        size, count = values.dtype.itemsize, values.shape[1]
+        view = _local_view(warp, addresses, size, count)
+        view[np.flatnonzero(mask), addresses.astype(np.int64) // (size * count)] = values
     else:
         raise OutOfBoundsError(f"store to {space} space")
 
@@ -93,8 +115,11 @@ def store_at(warp: Warp, space: str, addresses: np.ndarray, values: np.ndarray,
 def _resolve(addresses: np.ndarray) -> tuple[str, np.ndarray]:
     """State space and address in it of generic addresses (all lanes in one space)."""
     first = int(addresses[0])
-    for window, space in ((LOCAL_WINDOW, "local"), (SHARED_WINDOW, "shared"),
-                          (PARAM_WINDOW, "param")):
+    for window, space in (
+        (LOCAL_WINDOW, "local"),
+        (SHARED_WINDOW, "shared"),
+        (PARAM_WINDOW, "param"),
+    ):
         if first >= window:
             if (addresses < np.uint64(window)).any():
                 raise OutOfBoundsError("lanes of one generic access are in different spaces")
@@ -108,35 +133,44 @@ def _resolve(addresses: np.ndarray) -> tuple[str, np.ndarray]:
 def _shared_access(warp: Warp, addresses: np.ndarray, access: Callable) -> np.ndarray | None:
     """Calls access(cta, offsets, lanes) for every CTA the shared addresses lie in."""
     own = warp.cta
-    offsets = addresses - np.uint32(own.shared.base)
-    if int(offsets.max()) <= OFFSET_MASK:
-        return access(own, offsets, slice(None))
+    if (
+        own.shared.base <= int(addresses[0])
+        and int(addresses.max()) - own.shared.base <= OFFSET_MASK
+    ):
+        return access(own, addresses - np.uint32(own.shared.base), slice(None))
     result = None
     for rank in np.unique(addresses >> np.uint32(24)):
         part = addresses >> np.uint32(24) == rank
         cta = own.cluster.cta_at(int(addresses[part][0]))
         found = access(cta, addresses[part] & np.uint32(OFFSET_MASK), part)
         if found is not None:
-            result = np.zeros(len(addresses), found.dtype) if result is None else result
+            if result is None:
+                result = np.zeros((len(addresses), found.shape[1]), found.dtype)
             result[part] = found
     return result
 
 
-def _param_load(warp: Warp, addresses: np.ndarray, size: int) -> np.ndarray:
+def _param_load(warp: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
     block = warp.machine.params
-    offsets = (addresses - np.uint64(PARAM_WINDOW)).astype(np.int64)
-    if int(offsets.max()) + size > len(block) or int(offsets.min()) < 0:
-        raise OutOfBoundsError(f"parameter offset {int(offsets.max())} of {len(block)} bytes")
-    raw = block[offsets[:, None] + np.arange(size)]
-    return np.ascontiguousarray(raw).view(DTYPES[UNSIGNED[size]]).reshape(-1)
+    offset = int(addresses[0]) - PARAM_WINDOW
+    if (addresses != addresses[0]).any():
+        raise OutOfBoundsError("lanes load different parameters")
+    if not 0 <= offset <= len(block) - size * count:
+        raise OutOfBoundsError(f"parameter offset {offset} of {len(block)} bytes")
+    one = block[offset : offset + size * count].view(DTYPES[UNSIGNED[size]])
+    return np.tile(one, (len(addresses), 1))
 
 
-def _local_view(warp: Warp, addresses: np.ndarray, size: int) -> np.ndarray:
-    if warp.local is None or int(addresses.max()) + size > warp.local.shape[1]:
-        raise OutOfBoundsError(f"local address {int(addresses.max())} is outside the thread's "
-                               "local memory")
-    usable = warp.local.shape[1] // size * size
-    return warp.local[:, :usable].view(DTYPES[UNSIGNED[size]])
+def _local_view(warp: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
+    """Local memory as (LANES, n, count) elements."""
+    width = size * count
+    if warp.local is None or int(addresses.max()) + width > warp.local.shape[1]:
+        raise OutOfBoundsError(
+            f"local address {int(addresses.max())} is outside the thread's local memory"
+        )
+    usable = warp.local.shape[1] // width * width
+    elements = warp.local[:, :usable].view(DTYPES[UNSIGNED[size]])
+    return elements.reshape(LANES, -1, count)
 
 
 @effect("ld ldu")
@@ -163,14 +197,13 @@ def _load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     if size == 16:
         raise mods.error("128-bit registers are not implemented")
     dtype = DTYPES[kind]
-    step = np.uint32(size) if space == "shared" else np.uint64(size)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots = warp.slots
-        addresses = at(slots)
-        for index, write in enumerate(writes):
-            value = load_at(warp, space, addresses + step * addresses.dtype.type(index), mask, size)
-            write(slots, value.view(dtype), mask)
+        values = load_at(warp, space, at(slots), mask, size, len(writes))
+        for row, write in zip(np.ascontiguousarray(values.T).view(dtype), writes, strict=True):
+            write(slots, row, mask)
+
     return run
 
 
@@ -188,20 +221,29 @@ def store(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots = warp.slots
-        addresses = at(slots)
-        for index, read in enumerate(reads):
-            where = addresses + addresses.dtype.type(size * index) if index else addresses
-            store_at(warp, space, where, read(slots), mask)
+        values = [read(slots) for read in reads]
+        store_at(
+            warp,
+            space,
+            at(slots),
+            values[0] if len(values) == 1 else np.stack(values, axis=1),
+            mask,
+        )
         if space != "local":
             warp.machine.progress += 1
+
     return run
 
 
 # Atomics: lanes take effect one after the other, in lane order.
 COMBINE: dict[str, Callable] = {
-    "add": lambda old, new: old + new, "and": lambda old, new: old & new,
-    "or": lambda old, new: old | new, "xor": lambda old, new: old ^ new,
-    "min": np.minimum, "max": np.maximum, "exch": lambda old, new: new,
+    "add": lambda old, new: old + new,
+    "and": lambda old, new: old & new,
+    "or": lambda old, new: old | new,
+    "xor": lambda old, new: old ^ new,
+    "min": np.minimum,
+    "max": np.maximum,
+    "exch": lambda old, new: new,
     "inc": lambda old, new: np.where(old >= new, 0, old + 1).astype(old.dtype),
     "dec": lambda old, new: np.where((old == 0) | (old > new), new, old - 1).astype(old.dtype),
 }
@@ -248,7 +290,7 @@ def atomic(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 one = slice(lane, lane + 1)
                 only = np.zeros(LANES, np.bool_)
                 only[lane] = True
-                old = load_at(warp, space, where, only, size)[one]
+                old = load_at(warp, space, where, only, size)[one, 0]
                 if operation == "cas":
                     new = np.where(old == operands[0][one], operands[1][one], old)
                 else:
@@ -261,6 +303,7 @@ def atomic(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 writes[index](slots, old_values, mask)
         if space != "local":
             warp.machine.progress += 1
+
     return run
 
 
@@ -270,25 +313,46 @@ for _name in ("shared", "shared::cta", "shared::cluster"):
     define(f"cvta.{_name}.u64", "u8", "u8", lambda a: a + _SHARED_BASE)
     define(f"cvta.to.{_name}.u64", "u8", "u8", lambda a: a - _SHARED_BASE)
     define(f"cvta.{_name}.u32 cvta.to.{_name}.u32", "u4", "u4", lambda a: a)
-    define(f"mapa.{_name}.u32", "u4", "u4 u4",
-           lambda a, rank: (a & np.uint32(OFFSET_MASK)) | (rank << np.uint32(24)))
-    define(f"mapa.{_name}.u64", "u8", "u8 u4",
-           lambda a, rank: (a & np.uint64(OFFSET_MASK)) | (rank.astype(np.uint64) << np.uint64(24)))
+    define(
+        f"mapa.{_name}.u32",
+        "u4",
+        "u4 u4",
+        lambda a, rank: (a & np.uint32(OFFSET_MASK)) | (rank << np.uint32(24)),
+    )
+    define(
+        f"mapa.{_name}.u64",
+        "u8",
+        "u8 u4",
+        lambda a, rank: (a & np.uint64(OFFSET_MASK)) | (rank.astype(np.uint64) << np.uint64(24)),
+    )
     define(f"getctarank.{_name}.u32", "u4", "u4", lambda a: a >> np.uint32(24))
-define("mapa.u64", "u8", "u8 u4", lambda a, rank: (a & ~np.uint64(0xFF000000))
-       | (rank.astype(np.uint64) << np.uint64(24)))
+define(
+    "mapa.u64",
+    "u8",
+    "u8 u4",
+    lambda a, rank: (a & ~np.uint64(0xFF000000)) | (rank.astype(np.uint64) << np.uint64(24)),
+)
 define("cvta.local.u64", "u8", "u8", lambda a: a + _LOCAL_BASE)
 define("cvta.to.local.u64", "u8", "u8", lambda a: a - _LOCAL_BASE)
 for _name in ("global", "const", "param"):
     define(f"cvta.{_name}.u64 cvta.to.{_name}.u64", "u8", "u8", lambda a: a)
-for _name, _low, _high in (("shared", SHARED_WINDOW, LOCAL_WINDOW), ("global", 0, PARAM_WINDOW),
-                           ("local", LOCAL_WINDOW, 1 << 63)):
-    define(f"isspacep.{_name}", "pred", "u8",
-           lambda a, low=_low, high=_high: (a >= np.uint64(low)) & (a < np.uint64(high)))
+for _name, _low, _high in (
+    ("shared", SHARED_WINDOW, LOCAL_WINDOW),
+    ("global", 0, PARAM_WINDOW),
+    ("local", LOCAL_WINDOW, 1 << 63),
+):
+    define(
+        f"isspacep.{_name}",
+        "pred",
+        "u8",
+        lambda a, low=_low, high=_high: (a >= np.uint64(low)) & (a < np.uint64(high)),
+    )
 
 
-@effect("prefetch prefetchu discard applypriority createpolicy cp.async.bulk.prefetch "
-        "cp.async.bulk.prefetch.tensor")
+@effect(
+    "prefetch prefetchu discard applypriority createpolicy cp.async.bulk.prefetch "
+    "cp.async.bulk.prefetch.tensor"
+)
 def hint(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     """Hints to the caches: nothing happens; a policy is the number 0."""
     if not ins.opcode.startswith("createpolicy"):
@@ -313,8 +377,11 @@ def move_vector(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     size = int(ins.opcode[-2:]) // 8
     part = size // len(vector.items)
     if size == 8 and len(vector.items) == 2:
-        return _split_pair(decoder, vector, whole) if whole is source \
+        return (
+            _split_pair(decoder, vector, whole)
+            if whole is source
             else _join_pair(decoder, vector, whole)
+        )
     kind, wide = UNSIGNED[part], UNSIGNED[size]
     if whole is source:
         read, writes = decoder.read(whole, wide), decoder.write_all(vector, kind)
@@ -323,12 +390,14 @@ def move_vector(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             parts = read(warp.slots).view(DTYPES[kind]).reshape(LANES, -1)
             for index, write in enumerate(writes):
                 write(warp.slots, parts[:, index].copy(), mask)
+
         return split
     reads, write = decoder.read_all(vector, kind), decoder.write(whole, wide)
 
     def join(warp: Warp, mask: np.ndarray) -> None:
         parts = np.stack([read(warp.slots) for read in reads], axis=1)
         write(warp.slots, parts.view(DTYPES[wide]).reshape(LANES), mask)
+
     return join
 
 
@@ -345,6 +414,7 @@ def _join_pair(decoder: Decoder, vector: Vector, whole: Register) -> Run:
         both = np.empty((LANES, 2), np.uint32)
         both[:, 0], both[:, 1] = low(warp.slots), high(warp.slots)
         write(warp.slots, both.view(np.uint64).reshape(LANES), mask)
+
     return join
 
 
@@ -357,6 +427,7 @@ def _split_pair(decoder: Decoder, vector: Vector, whole: Operand) -> Run:
             first, second = read(warp.slots)
             low(warp.slots, first, mask)
             high(warp.slots, second, mask)
+
         return run
     read, (low, high) = decoder.read(whole, "u8"), decoder.write_all(vector, "u4")
 
@@ -364,4 +435,5 @@ def _split_pair(decoder: Decoder, vector: Vector, whole: Operand) -> Run:
         parts = read(warp.slots).view(np.uint32).reshape(LANES, 2)
         low(warp.slots, parts[:, 0].copy(), mask)
         high(warp.slots, parts[:, 1].copy(), mask)
+
     return split

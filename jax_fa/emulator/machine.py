@@ -68,15 +68,17 @@ class Operation:
       what: for messages, with the line that issued it.
       phases: functions; a store has two (its source is read, its destination is written).
       done: phases that have run.
+      waited: whether a wait_group covered it.
     """
 
-    __slots__ = ("what", "phases", "done", "place")
+    __slots__ = ("what", "phases", "done", "place", "waited")
 
     def __init__(self, what: str, phases: tuple[Callable[[], None], ...], place: Place) -> None:
         self.what = what
         self.phases = phases
         self.done = 0
         self.place = place
+        self.waited = False
 
     @property
     def finished(self) -> bool:
@@ -112,25 +114,46 @@ class Cta:
             return value.astype(np.uint32)
         clusters = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
         inside = tuple(i % c for i, c in zip(self.index, launch.cluster, strict=True))
-        triples = {"ntid": launch.block, "ctaid": self.index, "nctaid": launch.grid,
-                   "clusterid": cluster.index, "nclusterid": clusters, "cluster_ctaid": inside,
-                   "cluster_nctaid": launch.cluster}
-        masks = {"eq": 1 << lane, "lt": (1 << lane) - 1, "le": (2 << lane) - 1,
-                 "gt": ~((2 << lane) - 1), "ge": ~((1 << lane) - 1)}
+        triples = {
+            "ntid": launch.block,
+            "ctaid": self.index,
+            "nctaid": launch.grid,
+            "clusterid": cluster.index,
+            "nclusterid": clusters,
+            "cluster_ctaid": inside,
+            "cluster_nctaid": launch.cluster,
+        }
+        masks = {
+            "eq": 1 << lane,
+            "lt": (1 << lane) - 1,
+            "le": (2 << lane) - 1,
+            "gt": ~((2 << lane) - 1),
+            "ge": ~((1 << lane) - 1),
+        }
         size = int(np.prod(launch.cluster))
-        single = {"laneid": lane, "warpid": warp.index,
-                  "nwarpid": -(-cluster.machine.threads // LANES), "smid": self.number % 132,
-                  "nsmid": 132, "gridid": 0, "cluster_ctarank": self.rank,
-                  "cluster_nctarank": size, "is_explicit_cluster": int(size > 1), "clock": 0,
-                  "clock_hi": 0, "globaltimer_lo": 0, "globaltimer_hi": 0,
-                  "dynamic_smem_size": launch.shared_bytes,
-                  "total_smem_size": cluster.machine.shared_size}
+        single = {
+            "laneid": lane,
+            "warpid": warp.index,
+            "nwarpid": -(-cluster.machine.threads // LANES),
+            "smid": self.number % 132,
+            "nsmid": 132,
+            "gridid": 0,
+            "cluster_ctarank": self.rank,
+            "cluster_nctarank": size,
+            "is_explicit_cluster": int(size > 1),
+            "clock": 0,
+            "clock_hi": 0,
+            "globaltimer_lo": 0,
+            "globaltimer_hi": 0,
+            "dynamic_smem_size": launch.shared_bytes,
+            "total_smem_size": cluster.machine.shared_size,
+        }
         if base in ("clock64", "globaltimer"):
             return np.zeros(LANES, np.uint64)
         if axis:
             return np.full(LANES, triples[base]["xyz".index(axis)], np.uint32)
         if base.startswith("lanemask_"):
-            return (masks[base[len("lanemask_"):]] & 0xFFFFFFFF).astype(np.uint32)
+            return (masks[base[len("lanemask_") :]] & 0xFFFFFFFF).astype(np.uint32)
         return np.broadcast_to(np.asarray(single[base]), (LANES,)).astype(np.uint32)
 
     def live_warps(self) -> int:
@@ -141,25 +164,51 @@ class Cta:
         """What is wrong with the state a finished CTA leaves behind."""
         found: list[EmulationError] = []
         if self.tmem.allocated():
-            found.append(TensorMemoryError(
-                f"CTA {self.number} exits with TMEM columns {self.tmem.allocated()} allocated "
-                "(first column: number)"))
+            found.append(
+                TensorMemoryError(
+                    f"CTA {self.number} exits with TMEM columns {self.tmem.allocated()} allocated "
+                    "(first column: number)"
+                )
+            )
         for barrier in self.mbarriers.values():
             if barrier.bytes < 0:
-                found.append(BarrierError(f"CTA {self.number} exits with {barrier}: more bytes "
-                                          "landed than were announced"))
-        for claim in self.shared.claims:
-            found.append(AsyncHazardError(f"CTA {self.number} exits while {claim.who} may still "
-                                          f"{claim.access} its shared memory"))
+                found.append(
+                    BarrierError(
+                        f"CTA {self.number} exits with {barrier}: more bytes "
+                        "landed than were announced"
+                    )
+                )
+        for warp in self.warps:
+            for groups in warp.state.get("bulk", ()):
+                found += [
+                    AsyncHazardError(
+                        f"CTA {self.number} exits and nothing waited for {operation.what} to "
+                        "read its shared memory (commit_group and wait_group)"
+                    )
+                    for operation in groups.forgotten()
+                ]
+        for claim in self.shared.claims if not found else ():
+            found.append(
+                AsyncHazardError(
+                    f"CTA {self.number} exits while {claim.who} may still "
+                    f"{claim.access} its shared memory"
+                )
+            )
         return found
 
     def exit_notes(self) -> list[str]:
         """Oddities at exit that working kernels also show, e.g. a producer's last acquire."""
-        notes = [f"an mbarrier at offset {offset} expects bytes that never land"
-                 for offset, barrier in self.mbarriers.items() if barrier.bytes > 0]
-        return notes + [f"named barrier {barrier.number} is left with {barrier.arrived} of "
-                        f"{barrier.expected} arrivals"
-                        for barrier in self.named.values() if barrier.arrived]
+        notes = [
+            f"an mbarrier at offset {offset} expects bytes that never land"
+            for offset, barrier in self.mbarriers.items()
+            if barrier.bytes > 0
+        ]
+        return notes + [
+            f"named barrier {barrier.number} is left with {barrier.arrived} of "
+            f"{barrier.expected} arrivals"
+            for barrier in self.named.values()
+            if barrier.arrived
+        ]
 
 
 class Cluster:
@@ -175,14 +224,17 @@ class Cluster:
             inside = (rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1]))
             place = tuple(i * s + o for i, s, o in zip(index, size, inside, strict=True))
             self.ctas.append(Cta(self, rank, place))
+        self.all_warps = [warp for cta in self.ctas for warp in cta.warps]
 
     def cta_at(self, address: int) -> Cta:
         """The CTA whose shared memory holds a 32-bit shared address."""
         rank, offset = address >> RANK_SHIFT, address & OFFSET_MASK
         if rank >= len(self.ctas) or offset >= self.ctas[rank].shared.size:
-            raise OutOfBoundsError(f"shared address {address:#x} is offset {offset} of CTA rank "
-                                   f"{rank}; the cluster has {len(self.ctas)} CTAs with "
-                                   f"{self.ctas[0].shared.size} bytes each")
+            raise OutOfBoundsError(
+                f"shared address {address:#x} is offset {offset} of CTA rank "
+                f"{rank}; the cluster has {len(self.ctas)} CTAs with "
+                f"{self.ctas[0].shared.size} bytes each"
+            )
         return self.ctas[rank]
 
     def publish(self, warp: Warp) -> None:
@@ -190,20 +242,17 @@ class Cluster:
         for cta in self.ctas:
             cta.shared.publish(warp.cta.rank * 64 + warp.index)
 
-    def warps(self) -> list[Warp]:
-        """All warps of the cluster."""
-        return [warp for cta in self.ctas for warp in cta.warps]
-
     def live_threads(self) -> int:
         """Threads that have not exited."""
-        return sum(int(w.live.sum()) for w in self.warps())
+        return sum(int(w.live.sum()) for w in self.all_warps)
 
 
 class Machine:
     """One launch of one kernel."""
 
-    def __init__(self, program: Program, launch: Launch, memory: Memory, seed: int,
-                 options: Options) -> None:
+    def __init__(
+        self, program: Program, launch: Launch, memory: Memory, seed: int, options: Options
+    ) -> None:
         self.program = program
         self.launch = launch
         self.memory = memory
@@ -222,24 +271,32 @@ class Machine:
         self.instructions: dict[int, Counter[str]] = {}
         self.registers: dict[int, int] = {}
         clusters = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
-        self.waiting = deque((x, y, z) for z in range(clusters[2]) for y in range(clusters[1])
-                             for x in range(clusters[0]))
+        self.waiting = deque(
+            (x, y, z)
+            for z in range(clusters[2])
+            for y in range(clusters[1])
+            for x in range(clusters[0])
+        )
         self.resident: list[Cluster] = []
 
     def _parameter_block(self) -> np.ndarray:
         """The parameters of the launch at the offsets PTX gives them."""
         declared = self.program.kernel.params
         if len(declared) != len(self.launch.params):
-            raise LaunchError(f"the launch has {len(self.launch.params)} parameters, the "
-                              f"kernel declares {len(declared)}")
+            raise LaunchError(
+                f"the launch has {len(self.launch.params)} parameters, the "
+                f"kernel declares {len(declared)}"
+            )
         end = max((self.program.params[p.name] + p.size for p in declared), default=0)
         block = np.zeros(end, np.uint8)
         for number, (param, raw) in enumerate(zip(declared, self.launch.params, strict=True)):
             if len(raw) < param.size:
-                raise LaunchError(f"parameter {number} has {len(raw)} bytes in the launch and "
-                                  f"{param.size} in the kernel")
+                raise LaunchError(
+                    f"parameter {number} has {len(raw)} bytes in the launch and "
+                    f"{param.size} in the kernel"
+                )
             at = self.program.params[param.name]
-            block[at:at + param.size] = np.frombuffer(raw[:param.size], np.uint8)
+            block[at : at + param.size] = np.frombuffer(raw[: param.size], np.uint8)
         return block
 
     # Services for instructions.
@@ -283,8 +340,7 @@ class Machine:
                 idle_turns += 1
             else:
                 idle_since, idle_turns = self.progress, 0
-            runnable = [f for c in self.resident for w in c.warps() for f in w.fragments
-                        if f.wait is None or f.wait.ready()]
+            runnable = self._pick()
             if self.pipes and self.options.completion == "random" and self.random.chance(0.25):
                 self._advance(self.random.choice(list(self.pipes)))
             if idle_turns > PATIENCE and (self.pipes or self.waiting):
@@ -294,11 +350,11 @@ class Machine:
                     self._advance(self._next_pipe())
                 else:
                     self._admit()
-            elif runnable:
-                self._run_fragment(self.random.choice(runnable))
+            elif runnable is not None:
+                self._run_fragment(runnable)
             elif self.pipes:
                 self._advance(self._next_pipe())
-            elif not any(w.fragments for c in self.resident for w in c.warps()):
+            elif not any(w.fragments for c in self.resident for w in c.all_warps):
                 raise DeadlockError("a CTA has lanes that are neither running nor gone")
             elif self.progress != stalled_at and self._wake_polls():
                 stalled_at = self.progress
@@ -309,6 +365,18 @@ class Machine:
             self._retire()
         while self.pipes:
             self._advance(next(iter(self.pipes)))
+
+    def _pick(self) -> Fragment | None:
+        """A fragment that can run: the first one from a random place on, in a random direction."""
+        fragments = [f for c in self.resident for w in c.all_warps for f in w.fragments]
+        if not fragments:
+            return None
+        start = int(self.random.choice(range(len(fragments))))
+        order = fragments[start:] + fragments[:start]
+        for fragment in order if self.random.chance(0.5) else reversed(order):
+            if fragment.wait is None or fragment.wait.ready():
+                return fragment
+        return None
 
     def _next_pipe(self) -> Hashable:
         """The pipe whose operation completes when something has to: lazily the oldest."""
@@ -321,8 +389,13 @@ class Machine:
 
     def _wake_polls(self) -> bool:
         """Lets every polling wait give up; whether there was one."""
-        polls = [f for c in self.resident for w in c.warps() for f in w.fragments
-                 if f.wait is not None and f.wait.polls]
+        polls = [
+            f
+            for c in self.resident
+            for w in c.all_warps
+            for f in w.fragments
+            if f.wait is not None and f.wait.polls
+        ]
         for fragment in polls:
             wait, fragment.wait = fragment.wait, None
             if wait.resume is not None:
@@ -350,8 +423,8 @@ class Machine:
 
     def _retire(self) -> None:
         """Lets finished clusters go and admits waiting ones."""
-        for cluster in [c for c in self.resident if not any(w.fragments for w in c.warps())]:
-            if any(w.live.any() for w in cluster.warps()):
+        for cluster in [c for c in self.resident if not any(w.fragments for w in c.all_warps)]:
+            if any(w.live.any() for w in cluster.all_warps):
                 continue
             self.resident.remove(cluster)
             for cta in cluster.ctas:
@@ -385,16 +458,20 @@ class Machine:
     def _who_waits(self) -> str:
         rows = []
         for cluster in self.resident:
-            for warp in cluster.warps():
+            for warp in cluster.all_warps:
                 for fragment in warp.fragments:
                     last = self.program.segments[fragment.segment].last
                     line = last.line if last else warp.line
                     lanes = int(fragment.mask.sum())
                     reason = fragment.wait.reason() if fragment.wait else "runs"
-                    rows.append(f"  CTA {warp.cta.number} warp {warp.index:2d} ({lanes} lanes) "
-                                f"line {line}: {reason}")
-        return (f"deadlock in kernel {self.program.kernel.name[:60]}: no warp can run and no "
-                "asynchronous operation is pending\n" + "\n".join(rows))
+                    rows.append(
+                        f"  CTA {warp.cta.number} warp {warp.index:2d} ({lanes} lanes) "
+                        f"line {line}: {reason}"
+                    )
+        return (
+            f"deadlock in kernel {self.program.kernel.name[:60]}: no warp can run and no "
+            "asynchronous operation is pending\n" + "\n".join(rows)
+        )
 
     # The run loop.
 
@@ -420,8 +497,11 @@ class Machine:
                 return
             self.budget -= 1
             if self.budget < 0:
-                raise RunawayError(f"more than {self.options.max_segments} segments were run; "
-                                   f"raise max_segments or look for an endless loop", warp.place)
+                raise RunawayError(
+                    f"more than {self.options.max_segments} segments were run; "
+                    f"raise max_segments or look for an endless loop",
+                    warp.place,
+                )
             segment = segments[number]
             visits[number] = visits.get(number, 0) + 1
             warp.mask = fragment.mask
@@ -436,9 +516,8 @@ class Machine:
         steps = iter(segment.full if warp.mask is FULL else segment.masked)
         try:
             if warp.in_flight:
-                for step, instruction, touched in zip(steps, segment.steps, segment.touches,
-                                                      strict=True):
-                    warp.check_registers(instruction, touched)
+                for step, instruction, use in zip(steps, segment.steps, segment.uses, strict=True):
+                    warp.check_registers(instruction, use)
                     step(warp)
             else:
                 for step in steps:
@@ -453,7 +532,7 @@ class Machine:
         warp = fragment.warp
         try:
             if warp.in_flight:
-                warp.check_registers(segment.last, segment.last_touched)
+                warp.check_registers(segment.last, segment.last_use)
             if segment.branch is not None:
                 return not self._branch(fragment, segment)
             if segment.exits:

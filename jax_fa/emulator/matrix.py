@@ -19,15 +19,18 @@ class SharedOperand:
       chunks: the 16-byte chunks it lies in.
     """
 
-    def __init__(self, shared: SharedMemory, descriptor: MatrixDescriptor, tile: Tile,
-                 type_: str) -> None:
+    def __init__(
+        self, shared: SharedMemory, descriptor: MatrixDescriptor, tile: Tile, type_: str
+    ) -> None:
         self.shared = shared
         self.type = type_
         self.key = (descriptor, tile, type_)
         placement = place(descriptor, tile)
         if int(placement.chunks[-1]) * CHUNK >= shared.size:
-            raise OutOfBoundsError(f"matrix operand at shared offset {descriptor.start} reaches "
-                                   f"beyond the CTA's {shared.size} bytes")
+            raise OutOfBoundsError(
+                f"matrix operand at shared offset {descriptor.start} reaches "
+                f"beyond the CTA's {shared.size} bytes"
+            )
         self.elements, self.chunks = placement
 
     def values(self) -> np.ndarray:

@@ -27,6 +27,7 @@ LOCAL_WINDOW = 1 << 62
 RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 CHUNK = 16
+_WRITTEN = np.uint64(0x0101010101010101)
 
 
 class Region(NamedTuple):
@@ -94,41 +95,49 @@ class Memory:
         near = "no buffer lies below it"
         if index >= 0:
             region = self._regions[index]
-            near = (f"{low - region.base} bytes into {region.name!r}, which has "
-                    f"{len(region.data)} bytes at {region.base:#x}")
+            near = (
+                f"{low - region.base} bytes into {region.name!r}, which has "
+                f"{len(region.data)} bytes at {region.base:#x}"
+            )
         raise OutOfBoundsError(f"global address {low:#x}..{high - 1:#x} is not registered: {near}")
 
-    def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Elements of `size` bytes (unsigned) at the addresses."""
-        elements, index = self._elements(addresses, size)
+    def load(self, addresses: np.ndarray, size: int, count: int = 1) -> np.ndarray:
+        """`count` elements of `size` bytes (unsigned) at each address: (addresses, count)."""
+        elements, index = self._elements(addresses, size, count)
         if elements is not None:
             return elements[index]
-        return np.concatenate([self.load(addresses[i:i + 1], size) for i in range(len(addresses))])
+        return np.concatenate(
+            [self.load(addresses[i : i + 1], size, count) for i in range(len(addresses))]
+        )
 
-    def store(self, addresses: np.ndarray, values: np.ndarray, size: int) -> None:
-        """Stores elements of `size` bytes."""
-        elements, index = self._elements(addresses, size)
+    def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """Stores values of shape (addresses, count)."""
+        elements, index = self._elements(addresses, values.dtype.itemsize, values.shape[1])
         if elements is not None:
             elements[index] = values
             return
         for lane in range(len(addresses)):
-            self.store(addresses[lane:lane + 1], values[lane:lane + 1], size)
+            self.store(addresses[lane : lane + 1], values[lane : lane + 1])
 
-    def _elements(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray | None, np.ndarray]:
-        """The element view of the region that holds all addresses, and their indices in it.
+    def _elements(
+        self, addresses: np.ndarray, size: int, count: int
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """The region that holds all addresses as (n, count) elements, and the indices in it.
 
         (None, ...) when several regions are addressed at once.
         """
-        low, high = int(addresses.min()), int(addresses.max()) + size
+        width = size * count
+        low, high = int(addresses.min()), int(addresses.max()) + width
         index = bisect.bisect_right(self._bases, low) - 1
         if len(addresses) > 1 and (index < 0 or high > self._regions[index].end):
             return None, addresses
         region = self.region(low, high)
         offset = (addresses - np.uint64(region.base)).astype(np.int64)
-        if size > 1 and (offset & (size - 1)).any():
-            raise OutOfBoundsError(f"misaligned {size}-byte access at {low:#x} in {region.name!r}")
-        usable = len(region.data) // size * size
-        return region.data[:usable].view(DTYPES[UNSIGNED[size]]), offset // size
+        if width > 1 and (offset & (width - 1)).any():
+            raise OutOfBoundsError(f"misaligned {width}-byte access at {low:#x} in {region.name!r}")
+        usable = len(region.data) // width * width
+        elements = region.data[:usable].view(DTYPES[UNSIGNED[size]]).reshape(-1, count)
+        return elements, offset // width
 
 
 class Claim:
@@ -159,7 +168,7 @@ class SharedMemory:
         self.views = {s: self.data.view(DTYPES[UNSIGNED[s]]) for s in (1, 2, 4, 8)}
         self.wide = self.data.view(np.uint64).reshape(-1, 2)
         self.written = np.zeros(size, dtype=np.uint8)
-        self.written_views = {s: self.written.view(DTYPES[UNSIGNED[s]]) for s in (1, 2, 4, 8)}
+        self.written_chunks = self.written.view(np.uint64).reshape(-1, 2)
         self.owner = np.zeros(size // CHUNK, dtype=np.uint16)
         self.reads = np.zeros(size // CHUNK, dtype=np.uint16)
         self.writes = np.zeros(size // CHUNK, dtype=np.uint16)
@@ -169,38 +178,46 @@ class SharedMemory:
         self.cache: dict[tuple, np.ndarray] = {}
         self.touched: dict[int, list[np.ndarray]] = {}
 
-    def _index(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        if int(offsets.max()) + size > self.size:
+    def _index(self, offsets: np.ndarray, width: int) -> np.ndarray:
+        """Numbers of the `width`-byte units at the offsets, which must be aligned and inside."""
+        high = int(offsets.max())
+        if high + width > self.size:
             raise OutOfBoundsError(
-                f"shared offset {int(offsets.max())} + {size} bytes lies beyond the CTA's "
-                f"{self.size} bytes")
-        if size > 1 and (offsets & np.uint32(size - 1)).any():
-            raise OutOfBoundsError(f"misaligned {size}-byte access at shared offset "
-                                   f"{int(offsets[0])}")
-        return offsets // np.uint32(size)
+                f"shared offset {high} + {width} bytes lies beyond the CTA's {self.size} bytes"
+            )
+        if width > 1 and int(np.bitwise_or.reduce(offsets)) & (width - 1):
+            raise OutOfBoundsError(
+                f"misaligned {width}-byte access at shared offset {int(offsets[0])}"
+            )
+        return offsets // np.uint32(width)
 
-    def load(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        """Elements at the offsets, which something must have written."""
-        index = self._index(offsets, size)
-        chunks = offsets >> np.uint32(4)
-        if self.writes[chunks].any():
-            self._hazard("is read", chunks, "write")
-        if not self.written_views[size][index].all():
-            bad = offsets[self.written_views[size][index] == 0][0]
-            raise UninitializedReadError(f"shared offset {int(bad)} is read and was never written")
-        return self.views[size][index]
+    def load(self, offsets: np.ndarray, size: int, count: int = 1) -> np.ndarray:
+        """`count` elements of `size` bytes at each offset, which something must have written."""
+        width = size * count
+        index = self._index(offsets, width)
+        if self.claims:
+            chunks = offsets >> np.uint32(4)
+            if self.writes[chunks].any():
+                self._hazard("is read", chunks, "write")
+        known = self.written.reshape(-1, width)[index]
+        if not known.all():
+            bad = int(offsets[~known.all(axis=1)][0])
+            raise UninitializedReadError(f"shared offset {bad} is read and was never written")
+        return self.views[size].reshape(-1, count)[index]
 
-    def store(self, offsets: np.ndarray, values: np.ndarray, size: int, warp: int) -> None:
-        """Generic store of elements by a warp."""
-        index = self._index(offsets, size)
+    def store(self, offsets: np.ndarray, values: np.ndarray, warp: int) -> None:
+        """Generic store by a warp of values of shape (offsets, count)."""
+        width = values.dtype.itemsize * values.shape[1]
+        index = self._index(offsets, width)
         chunks = offsets >> np.uint32(4)
-        if self.writes[chunks].any():
-            self._hazard("is overwritten", chunks, "write")
-        if self.reads[chunks].any():
-            self._hazard("is overwritten", chunks, "read")
+        if self.claims:
+            if self.writes[chunks].any():
+                self._hazard("is overwritten", chunks, "write")
+            if self.reads[chunks].any():
+                self._hazard("is overwritten", chunks, "read")
         self.version += 1
-        self.views[size][index] = values
-        self.written_views[size][index] = (1 << (8 * size)) // 255
+        self.views[values.dtype.itemsize].reshape(-1, values.shape[1])[index] = values
+        self.written.reshape(-1, width)[index] = 1
         self.owner[chunks] = warp + 1
         self.touched.setdefault(warp, []).append(chunks)
 
@@ -216,13 +233,16 @@ class SharedMemory:
             bad = int(chunks[self.owner[chunks] != 0][0])
             raise ProxyFenceError(
                 f"{who} reads shared offset {bad * CHUNK}, stored by warp "
-                f"{int(self.owner[bad]) - 1} of the CTA without a later fence.proxy.async")
+                f"{int(self.owner[bad]) - 1} of the CTA without a later fence.proxy.async"
+            )
         if self.writes[chunks].any():
             self._hazard(f"is read by {who}", chunks, "write")
-        unwritten = ~self.written.reshape(-1, CHUNK)[chunks].all(axis=-1)
-        if unwritten.any():
-            raise UninitializedReadError(f"{who} reads shared offset "
-                                         f"{int(chunks[unwritten][0]) * CHUNK}, never written")
+        complete = self.written_chunks[chunks] == _WRITTEN
+        if not complete.all():
+            unwritten = ~complete.all(axis=-1)
+            raise UninitializedReadError(
+                f"{who} reads shared offset {int(chunks[unwritten][0]) * CHUNK}, never written"
+            )
         self.reads[chunks] += 1
         return self._claim(chunks, "read", who)
 
@@ -244,13 +264,14 @@ class SharedMemory:
             self.version += 1
             self.writes[claim.chunks] -= 1
             self.owner[claim.chunks] = 0
-            self.written.reshape(-1, CHUNK)[claim.chunks] = 1
+            self.written_chunks[claim.chunks] = _WRITTEN
 
     def chunks(self, offset: int, size: int) -> np.ndarray:
         """Chunk numbers of a contiguous range."""
         if offset + size > self.size:
-            raise OutOfBoundsError(f"shared range {offset} + {size} lies beyond the CTA's "
-                                   f"{self.size} bytes")
+            raise OutOfBoundsError(
+                f"shared range {offset} + {size} lies beyond the CTA's {self.size} bytes"
+            )
         return np.arange(offset // CHUNK, (offset + size + CHUNK - 1) // CHUNK)
 
     def _claim(self, chunks: np.ndarray, access: str, who: str) -> Claim:
@@ -264,4 +285,5 @@ class SharedMemory:
         bad = int(chunks[counts[chunks] != 0].reshape(-1)[0])
         who = next(c.who for c in self.claims if c.access == access and bad in c.chunks)
         raise AsyncHazardError(
-            f"shared offset {bad * CHUNK} {what} while {who} may still {access} it")
+            f"shared offset {bad * CHUNK} {what} while {who} may still {access} it"
+        )

@@ -49,15 +49,19 @@ def matrix_move(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             where = places(base, matrix)
             size = 4 // len(where)
             if loads:
-                found = [load_at(warp, space, w, mask, size).astype(np.uint32) for w in where]
-                part(warp.slots, found[0] if len(found) == 1
-                     else found[0] | found[1] << np.uint32(16), mask)
+                found = [load_at(warp, space, w, mask, size)[:, 0].astype(np.uint32) for w in where]
+                part(
+                    warp.slots,
+                    found[0] if len(found) == 1 else found[0] | found[1] << np.uint32(16),
+                    mask,
+                )
                 continue
             value = part(warp.slots)
             for index, place in enumerate(where):
                 piece = (value >> np.uint32(16 * index)).astype(DTYPES[UNSIGNED[size]])
                 store_at(warp, space, place, piece, mask)
         warp.machine.count(f"bytes {ins.opcode.split('.')[0]}", 4 * LANES * count)
+
     return run
 
 
@@ -91,4 +95,5 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         b_values = b_fragment([r(slots) for r in b_reads], b_type)
         result.store(slots, a_values @ b_values.T + addend.load(slots), mask)
         warp.machine.count("flops mma.sync", 2 * 16 * 8 * depth)
+
     return run

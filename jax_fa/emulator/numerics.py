@@ -54,10 +54,12 @@ def round_to_int(mode: str, dtype: str) -> Callable[[np.ndarray], np.ndarray]:
 
     def convert(a: np.ndarray) -> np.ndarray:
         rounded = rounding(a.astype(np.float64))
-        inside = np.where(np.isnan(rounded) | (rounded >= limits.max) | (rounded <= limits.min),
-                          0, rounded).astype(dtype)
+        inside = np.where(
+            np.isnan(rounded) | (rounded >= limits.max) | (rounded <= limits.min), 0, rounded
+        ).astype(dtype)
         inside = np.where(rounded >= limits.max, np.array(limits.max, dtype), inside)
         return np.where(rounded <= limits.min, np.array(limits.min, dtype), inside)
+
     return convert
 
 
@@ -142,10 +144,13 @@ def _float8(exponent_bits: int, *, infinities: bool) -> Format:
 
 
 NARROW = {
-    "f16": Format(2, lambda bits: bits.view(np.float16).astype(F4),
-                  lambda a: a.astype(np.float16).view(np.uint16), _truncate_f16),
-    "bf16": Format(2, bf16_values, bf16_bits,
-                   lambda a: (a.view(U4) >> U4(16)).astype(np.uint16)),
+    "f16": Format(
+        2,
+        lambda bits: bits.view(np.float16).astype(F4),
+        lambda a: a.astype(np.float16).view(np.uint16),
+        _truncate_f16,
+    ),
+    "bf16": Format(2, bf16_values, bf16_bits, lambda a: (a.view(U4) >> U4(16)).astype(np.uint16)),
     "e4m3": _float8(4, infinities=False),
     "e5m2": _float8(5, infinities=True),
 }

@@ -144,7 +144,8 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?([^{]*)\{")
 _VARIABLE = re.compile(
     r"\.(?:(?:extern|visible|weak|common)\s+\.)?(param|shared|local|global|const)\s+"
     r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s*(?:\.\w+\s+)?(?:\.align\s+\d+)?\s*)?"
-    r"([\w$]+)\s*((?:\[\s*\d*\s*\])*)")
+    r"([\w$]+)\s*((?:\[\s*\d*\s*\])*)"
+)
 _TOKEN = re.compile(r"\s*(?:(?P<brace>[{}])|(?P<label>[\w$]+)\s*:(?!:)|(?P<statement>[^;]+);)")
 _OPCODE = re.compile(r"(?:@(!?)([\w$%]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _DECIMAL = re.compile(r"-?\d+[uU]?$")
@@ -152,7 +153,8 @@ _SPECIALS = frozenset(
     "tid ntid ctaid nctaid laneid warpid nwarpid smid nsmid gridid clusterid nclusterid "
     "cluster_ctaid cluster_nctaid cluster_ctarank cluster_nctarank is_explicit_cluster clock "
     "clock_hi clock64 globaltimer globaltimer_lo globaltimer_hi lanemask_eq lanemask_le "
-    "lanemask_lt lanemask_ge lanemask_gt dynamic_smem_size total_smem_size".split())
+    "lanemask_lt lanemask_ge lanemask_gt dynamic_smem_size total_smem_size".split()
+)
 
 
 def parse(text: str) -> Module:
@@ -173,7 +175,7 @@ def parse(text: str) -> Module:
     position = 0
     shared_outside: list[Variable] = []
     while match := _ENTRY.search(clean, position):
-        shared_outside += _variables(clean[position:match.start()])
+        shared_outside += _variables(clean[position : match.start()])
         body_end = _closing_brace(clean, match.end())
         name, params, directives = match.groups()
         kernel = Kernel(name, _variables(params or ""), variables=list(shared_outside))
@@ -253,7 +255,7 @@ class _Body:
         while position < self.end:
             match = _TOKEN.match(text, position, self.end)
             if match is None:
-                raise self.error(f"cannot read {text[position:position + 60].strip()!r}")
+                raise self.error(f"cannot read {text[position : position + 60].strip()!r}")
             first = match.start(match.lastgroup)
             self.line += text.count("\n", position, first)
             if match.lastgroup == "brace":
@@ -329,7 +331,8 @@ class _Body:
         if opcode == "bra" or opcode.startswith("bra."):
             operands: tuple = (Label(-1),)
             self.pending_labels.append(
-                (len(self.kernel.instructions), self.line, rest.strip(), self.scope))
+                (len(self.kernel.instructions), self.line, rest.strip(), self.scope)
+            )
         else:
             operands = tuple(self.operand(part) for part in _split(rest))
         self.kernel.instructions.append(Instruction(opcode, operands, guard, self.line))

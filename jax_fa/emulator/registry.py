@@ -83,6 +83,7 @@ def _unit(names: str, *, blocks: bool) -> Callable[[Builder], Builder]:
         for name in names.split():
             UNITS[name] = Unit(build, blocks, name)
         return build
+
     return register
 
 
@@ -104,7 +105,8 @@ def find(instruction: Instruction) -> Pure | Unit:
     near = difflib.get_close_matches(opcode, [*PURE, *UNITS], 4)
     hint = f"; similar ones: {', '.join(near)}" if near else ""
     raise UnknownInstructionError(
-        f"instruction {opcode} at line {instruction.line} is not implemented{hint}")
+        f"instruction {opcode} at line {instruction.line} is not implemented{hint}"
+    )
 
 
 class Modifiers:
@@ -112,7 +114,7 @@ class Modifiers:
 
     def __init__(self, instruction: Instruction, prefix: str) -> None:
         self.instruction = instruction
-        rest = instruction.opcode[len(prefix):]
+        rest = instruction.opcode[len(prefix) :]
         self.left = [part for part in rest.split(".") if part]
 
     def take(self, *names: str) -> str | None:
@@ -144,4 +146,5 @@ class Modifiers:
     def error(self, message: str) -> UnknownInstructionError:
         """An error about the instruction, to be raised."""
         return UnknownInstructionError(
-            f"{self.instruction.opcode} at line {self.instruction.line}: {message}")
+            f"{self.instruction.opcode} at line {self.instruction.line}: {message}"
+        )

@@ -33,15 +33,19 @@ class Report:
         groups: dict[tuple, list[int]] = {}
         for warp, counts in sorted(self.instructions.items()):
             groups.setdefault(tuple(sorted(counts)), []).append(warp)
-        return {tuple(warps): sum((self.instructions[w] for w in warps), Counter())
-                for warps in groups.values()}
+        return {
+            tuple(warps): sum((self.instructions[w] for w in warps), Counter())
+            for warps in groups.values()
+        }
 
     def __str__(self) -> str:
         lines = []
         for warps, counts in self.roles().items():
             waits = sum(self.waits[w] for w in warps)
-            lines.append(f"warps {', '.join(map(str, warps))}: {counts.total()} instructions, "
-                         f"{waits} barrier waits")
+            lines.append(
+                f"warps {', '.join(map(str, warps))}: {counts.total()} instructions, "
+                f"{waits} barrier waits"
+            )
             lines += [f"  {count:9d}  {opcode}" for opcode, count in counts.most_common(12)]
         lines += [f"{name}: {amount}" for name, amount in sorted(self.counters.items())]
         lines += [f"finding: {error}" for error in self.findings]

@@ -24,8 +24,14 @@ def _program(ptx: str, kernel: str | None) -> Program:
     return decode(parse(ptx).kernel(kernel))
 
 
-def emulate(ptx: str, launch: Launch, memory: Memory | Mapping[str, np.ndarray], *, seed: int = 0,
-            options: Options | None = None) -> Report:
+def emulate(
+    ptx: str,
+    launch: Launch,
+    memory: Memory | Mapping[str, np.ndarray],
+    *,
+    seed: int = 0,
+    options: Options | None = None,
+) -> Report:
     """Runs one kernel launch; stores go into the registered buffers.
 
     Args:
@@ -48,5 +54,11 @@ def emulate(ptx: str, launch: Launch, memory: Memory | Mapping[str, np.ndarray],
     with np.errstate(all="ignore"):
         machine = Machine(program, launch, memory, seed, options or Options())
         machine.run()
-    return Report(machine.instructions, machine.counters, machine.waits, machine.registers,
-                  tuple(machine.findings), machine.notes)
+    return Report(
+        machine.instructions,
+        machine.counters,
+        machine.waits,
+        machine.registers,
+        tuple(machine.findings),
+        machine.notes,
+    )

@@ -35,8 +35,9 @@ class Mbarrier:
     def arrive(self, count: int = 1) -> None:
         """`count` arrivals."""
         if count > self.pending:
-            raise BarrierError(f"{self}: {count} more arrivals than the phase expects "
-                               f"({self.pending} pending)")
+            raise BarrierError(
+                f"{self}: {count} more arrivals than the phase expects ({self.pending} pending)"
+            )
         self.pending -= count
         self._settle()
 
@@ -62,8 +63,10 @@ class Mbarrier:
             self.expected = 0
 
     def __str__(self) -> str:
-        return (f"mbarrier {self.name} (phase {self.phase}, {self.pending} of {self.count} "
-                f"arrivals and {self.bytes} bytes pending)")
+        return (
+            f"mbarrier {self.name} (phase {self.phase}, {self.pending} of {self.count} "
+            f"arrivals and {self.bytes} bytes pending)"
+        )
 
 
 class NamedBarrier:
@@ -79,8 +82,9 @@ class NamedBarrier:
     def arrive(self, threads: int, expected: int, who: str) -> None:
         """`threads` threads arrive at a barrier for `expected` of them."""
         if self.expected not in (None, expected):
-            raise BarrierError(f"{self}: {who} arrives for {expected} threads, others for "
-                               f"{self.expected}")
+            raise BarrierError(
+                f"{self}: {who} arrives for {expected} threads, others for {self.expected}"
+            )
         self.expected = expected
         self.arrived += threads
         self.who.append(who)
@@ -114,8 +118,10 @@ def mbarrier_at(warp: Warp, address: int, *, window: str = "shared::cluster") ->
     offset = address & 0xFFFFFF
     barrier = cta.mbarriers.get(offset)
     if barrier is None:
-        raise BarrierError(f"no mbarrier is initialised at {window} offset {offset} of CTA "
-                           f"{cta.number} (live: {sorted(cta.mbarriers)})")
+        raise BarrierError(
+            f"no mbarrier is initialised at {window} offset {offset} of CTA "
+            f"{cta.number} (live: {sorted(cta.mbarriers)})"
+        )
     return barrier
 
 
@@ -143,9 +149,11 @@ def mbarrier_init(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             cta, offset = warp.cta.cluster.cta_at(int(address)), int(address) & 0xFFFFFF
             if not 1 <= int(expected) < 1 << 20:
                 raise BarrierError(f"mbarrier.init at offset {offset} with count {int(expected)}")
-            cta.mbarriers[offset] = Mbarrier(f"at offset {offset} of CTA {cta.number}",
-                                             int(expected))
-            cta.shared.written[offset:offset + 8] = 1
+            cta.mbarriers[offset] = Mbarrier(
+                f"at offset {offset} of CTA {cta.number}", int(expected)
+            )
+            cta.shared.written[offset : offset + 8] = 1
+
     return run
 
 
@@ -159,6 +167,7 @@ def mbarrier_inval(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         for address, _ in _by_address(at(warp.slots), mask):
             mbarrier_at(warp, address)
             del warp.cta.cluster.cta_at(address).mbarriers[address & 0xFFFFFF]
+
     return run
 
 
@@ -166,8 +175,9 @@ def mbarrier_inval(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 def mbarrier_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     """mbarrier.arrive{.expect_tx}, .expect_tx, .complete_tx; the state result is the phase."""
     drop = "arrive_drop" in ins.opcode
-    transaction = mods.take("expect_tx", "complete_tx") or \
-        (ins.opcode.split(".")[1] if "_tx" in ins.opcode.split(".")[1] else None)
+    transaction = mods.take("expect_tx", "complete_tx") or (
+        ins.opcode.split(".")[1] if "_tx" in ins.opcode.split(".")[1] else None
+    )
     arrives = ins.opcode.startswith("mbarrier.arrive")
     mods.drop("shared shared::cta shared::cluster b64 release relaxed cta cluster noComplete")
     mods.done()
@@ -175,7 +185,7 @@ def mbarrier_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     target = ins.operands[0] if index else Sink()
     write = decoder.write(target, "u8")
     at = _lanes(decoder, ins.operands[index])
-    rest = ins.operands[index + 1:]
+    rest = ins.operands[index + 1 :]
     amount = decoder.read(rest[0], "u4") if rest else None
 
     def run(warp: Warp, mask: np.ndarray) -> None:
@@ -197,6 +207,7 @@ def mbarrier_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 barrier.arrive(count if transaction else total)
         warp.machine.progress += 1
         write(warp.slots, state, mask)
+
     return run
 
 
@@ -212,9 +223,11 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
     def run(warp: Warp, mask: np.ndarray) -> Wait | None:
         addresses, phases = at(warp.slots)[mask], which(warp.slots)[mask]
-        pairs = {(int(a), int(p)) for a, p in zip(addresses, phases, strict=True)} \
-            if (addresses != addresses[0]).any() or (phases != phases[0]).any() \
+        pairs = (
+            {(int(a), int(p)) for a, p in zip(addresses, phases, strict=True)}
+            if (addresses != addresses[0]).any() or (phases != phases[0]).any()
             else {(int(addresses[0]), int(phases[0]))}
+        )
         waits = [(mbarrier_at(warp, a), p) for a, p in pairs]
 
         def over() -> bool:
@@ -223,8 +236,10 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         def finish(passed: bool) -> None:
             value = np.full(LANES, passed)
             if not passed and len(waits) > 1:
-                now = {a: b.passed(p) if parity else b.phase > p
-                       for (a, p), (b, _) in zip(pairs, waits, strict=True)}
+                now = {
+                    a: b.passed(p) if parity else b.phase > p
+                    for (a, p), (b, _) in zip(pairs, waits, strict=True)
+                }
                 value[mask] = [now[int(a)] for a in addresses]
             write(warp.slots, value, mask)
 
@@ -237,9 +252,18 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 return Wait(over, lambda: f"polls {waits[0][0]}", polls=True)
             return None
         warp.machine.count_wait(warp)
-        return Wait(over, lambda: ", ".join(
-            f"waits for phase with parity {p} of {b}" if parity else f"waits for phase {p} of {b}"
-            for b, p in waits), finish, polls=True)
+        return Wait(
+            over,
+            lambda: ", ".join(
+                f"waits for phase with parity {p} of {b}"
+                if parity
+                else f"waits for phase {p} of {b}"
+                for b, p in waits
+            ),
+            finish,
+            polls=True,
+        )
+
     return run
 
 
@@ -255,8 +279,10 @@ def _named(cta: Cta, number: int) -> NamedBarrier:
     return cta.named.setdefault(number, NamedBarrier(number))
 
 
-@control("bar.sync bar.arrive bar.cta.sync bar.cta.arrive barrier.sync barrier.arrive "
-         "barrier.cta.sync barrier.cta.arrive")
+@control(
+    "bar.sync bar.arrive bar.cta.sync bar.cta.arrive barrier.sync barrier.arrive "
+    "barrier.cta.sync barrier.cta.arrive"
+)
 def named_barrier(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     """Named barriers: bar / barrier.cta .sync and .arrive."""
     aligned = mods.take("aligned") or ins.opcode.startswith("bar.")
@@ -270,8 +296,7 @@ def named_barrier(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             warp.need_full(mask, ins.opcode)
         lane = int(mask.argmax())
         barrier = _named(warp.cta, int(number(warp.slots)[lane]))
-        expected = warp.cta.live_warps() * LANES if count is None else \
-            int(count(warp.slots)[lane])
+        expected = warp.cta.live_warps() * LANES if count is None else int(count(warp.slots)[lane])
         if expected % LANES or not expected:
             raise BarrierError(f"{barrier}: thread count {expected} is no multiple of {LANES}")
         generation = barrier.generation
@@ -282,6 +307,7 @@ def named_barrier(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             return None
         warp.machine.count_wait(warp)
         return Wait(lambda: barrier.generation != generation, lambda: f"waits at {barrier}")
+
     return run
 
 
@@ -299,10 +325,12 @@ def cluster_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         if (generations[mask] >= 0).any():
             raise BarrierError("barrier.cluster.arrive twice without a wait in between")
         generations[mask] = cluster.barrier.generation
-        cluster.barrier.arrived |= {(warp.cta.rank, warp.index, int(lane))
-                                    for lane in np.flatnonzero(mask)}
+        cluster.barrier.arrived |= {
+            (warp.cta.rank, warp.index, int(lane)) for lane in np.flatnonzero(mask)
+        }
         cluster.barrier.settle(cluster.live_threads())
         warp.machine.progress += 1
+
     return run
 
 
@@ -324,9 +352,14 @@ def cluster_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         if cluster.barrier.generation > last:
             return None
         warp.machine.count_wait(warp)
-        return Wait(lambda: cluster.barrier.generation > last,
-                    lambda: f"waits at the cluster barrier ({len(cluster.barrier.arrived)} of "
-                            f"{cluster.live_threads()} threads)")
+        return Wait(
+            lambda: cluster.barrier.generation > last,
+            lambda: (
+                f"waits at the cluster barrier ({len(cluster.barrier.arrived)} of "
+                f"{cluster.live_threads()} threads)"
+            ),
+        )
+
     return run
 
 
@@ -350,8 +383,11 @@ def warp_barrier(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             meeting["round"] += 1
             meeting["arrived"] = np.zeros(LANES, np.bool_)
             return None
-        return Wait(lambda: meeting["round"] != now,
-                    lambda: "waits at bar.warp.sync for other lanes of the warp")
+        return Wait(
+            lambda: meeting["round"] != now,
+            lambda: "waits at bar.warp.sync for other lanes of the warp",
+        )
+
     return run
 
 
@@ -368,13 +404,16 @@ _FENCE_SUFFIX = "acq_rel sc release acquire cta cluster gpu sys aligned sync_res
 def fence(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     """fence, fence.proxy, fence.mbarrier_init: publishes generic stores to the async proxy."""
     publishes = ins.opcode.startswith("fence.proxy.async") or "proxy.alias" in ins.opcode
-    mods.drop("proxy async async::generic generic tensormap::generic alias mbarrier_init "
-              "shared::cta shared::cluster shared global gl "
-              f"sync_restrict::shared::cluster {_FENCE_SUFFIX}").done()
+    mods.drop(
+        "proxy async async::generic generic tensormap::generic alias mbarrier_init "
+        "shared::cta shared::cluster shared global gl "
+        f"sync_restrict::shared::cluster {_FENCE_SUFFIX}"
+    ).done()
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         if publishes:
             warp.cta.cluster.publish(warp)
+
     return run
 
 
@@ -397,4 +436,5 @@ def set_registers(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
         warp.registers = amount.bits
+
     return run

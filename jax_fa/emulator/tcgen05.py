@@ -49,7 +49,7 @@ def _pair(warp: Warp, group: int) -> list[Cta]:
     ctas, first = warp.cta.cluster.ctas, warp.cta.rank & ~1
     if first + 1 >= len(ctas):
         raise OutOfBoundsError("cta_group::2 needs a cluster with an even number of CTAs")
-    return ctas[first:first + 2]
+    return ctas[first : first + 2]
 
 
 # Allocation.
@@ -74,11 +74,13 @@ def allocate(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 return False
             offset = address & OFFSET_MASK
             shared.views[4][offset // 4] = start
-            shared.written[offset:offset + 4] = 1
+            shared.written[offset : offset + 4] = 1
             return True
+
         if take():
             return None
         return Wait(take, lambda: f"waits for {count} free TMEM columns; {tmem.blocks} in use")
+
     return run
 
 
@@ -93,6 +95,7 @@ def deallocate(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         warp.need_full(mask, ins.opcode)
         warp.cta.tmem.free(int(address(warp.slots)[0]), int(columns(warp.slots)[0]))
         warp.machine.progress += 1
+
     return run
 
 
@@ -105,6 +108,7 @@ def relinquish(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
         warp.cta.tmem.may_allocate = False
+
     return run
 
 
@@ -157,8 +161,10 @@ class _Transfer(NamedTuple):
         rows = 32 if self.shape == "32x32b" else 16
         first = 32 * (warp.index % 4)
         if not first <= lane <= first + 32 - rows:
-            raise TensorMemoryError(f"{self.opcode} of warp {warp.index} at TMEM lane {lane}: the "
-                                    f"warp reaches lanes {first}..{first + 31} only")
+            raise TensorMemoryError(
+                f"{self.opcode} of warp {warp.index} at TMEM lane {lane}: the "
+                f"warp reaches lanes {first}..{first + 31} only"
+            )
         row, offset = fragment_cells(self.shape, self.registers, self.packed)
         width = int(offset.max()) + 1 + self.packed
         cells = warp.cta.tmem.cells(lane, column, rows, width)
@@ -173,8 +179,13 @@ def _transfer(decoder: Decoder, ins: Instruction, mods: Modifiers, address: Addr
     repeat = int(mods.need(_REPEATS)[1:])
     packed = mods.take("pack::16b", "unpack::16b") is not None
     mods.drop("b32").done()
-    return _Transfer(shape, _PER_REPEAT[shape] * repeat, packed,
-                     address_reader(decoder, address, "shared"), ins.opcode)
+    return _Transfer(
+        shape,
+        _PER_REPEAT[shape] * repeat,
+        packed,
+        address_reader(decoder, address, "shared"),
+        ins.opcode,
+    )
 
 
 # A control instruction, so that with strict_ld what follows is checked for its registers.
@@ -211,6 +222,7 @@ def tmem_load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             flight = InFlight(written, 0, what, "tcgen05.wait::ld")
             warp.hold(flight)
             warp.state.setdefault("tcgen05.ld", []).append(flight)
+
     return run
 
 
@@ -237,6 +249,7 @@ def tmem_store(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         else:
             tmem.store(scattered, values, warp.index, who)
         warp.machine.count("bytes TMEM store", 4 * values.size)
+
     return run
 
 
@@ -252,6 +265,7 @@ def tmem_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             warp.release(warp.state.pop("tcgen05.ld", []))
         else:
             warp.cta.tmem.settle(warp.index)
+
     return run
 
 
@@ -279,13 +293,23 @@ def instruction_descriptor(bits: int, kind: str) -> Shape:
     types = _TYPES[kind]
     a_code, b_code, d_code = bits >> 7 & 7, bits >> 10 & 7, bits >> 4 & 3
     if a_code not in types or b_code not in types or d_code > 1 or bits & 0xF:
-        raise UnknownInstructionError(f"instruction descriptor {bits:#x} of kind::{kind}: types "
-                                      f"{d_code}, {a_code}, {b_code} or sparsity/saturation are "
-                                      "not implemented")
+        raise UnknownInstructionError(
+            f"instruction descriptor {bits:#x} of kind::{kind}: types "
+            f"{d_code}, {a_code}, {b_code} or sparsity/saturation are "
+            "not implemented"
+        )
     sign = (-1.0 if bits >> 13 & 1 else 1.0) * (-1.0 if bits >> 14 & 1 else 1.0)
-    return Shape(d_code == 0, types[a_code], types[b_code], sign, bool(bits >> 15 & 1),
-                 bool(bits >> 16 & 1), (bits >> 17 & 63) * 8, (bits >> 24 & 31) * 16,
-                 {"f16": 16, "tf32": 8, "f8f6f4": 32}[kind])
+    return Shape(
+        d_code == 0,
+        types[a_code],
+        types[b_code],
+        sign,
+        bool(bits >> 15 & 1),
+        bool(bits >> 16 & 1),
+        (bits >> 17 & 63) * 8,
+        (bits >> 24 & 31) * 16,
+        {"f16": 16, "tf32": 8, "f8f6f4": 32}[kind],
+    )
 
 
 def accumulator_cells(cta: Cta, address: int, rows: int, columns: int, group: int) -> list[Cells]:
@@ -317,7 +341,7 @@ def _write_accumulator(cta: Cta, cells: list[Cells], values: np.ndarray, half: b
         raw = np.ascontiguousarray(values, np.float32).view(np.uint32)
     width = raw.shape[1] // len(cells)
     for index, where in enumerate(cells):
-        cta.tmem.data[where] = raw[:, index * width:(index + 1) * width]
+        cta.tmem.data[where] = raw[:, index * width : (index + 1) * width]
 
 
 class _Half:
@@ -363,19 +387,31 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         ctas = _pair(warp, group)
         halves, claims, b_parts = [], [], []
         for cta in ctas:
-            half = _Half(cta, accumulator_cells(cta, int(d_read(slots)[lane]),
-                                                shape.rows // group, shape.columns, group))
+            half = _Half(
+                cta,
+                accumulator_cells(
+                    cta, int(d_read(slots)[lane]), shape.rows // group, shape.columns, group
+                ),
+            )
             b_tile = Tile(shape.columns // group, shape.depth, _size(shape.b_type), shape.b_mn)
-            operand = SharedOperand(cta.shared, matrix_descriptor(int(b_read(slots)[lane]),
-                                                                  "tcgen05"), b_tile, shape.b_type)
+            operand = SharedOperand(
+                cta.shared,
+                matrix_descriptor(int(b_read(slots)[lane]), "tcgen05"),
+                b_tile,
+                shape.b_type,
+            )
             claims.append((cta, cta.shared.begin_read(operand.chunks, who)))
             b_parts.append(operand)
             if from_tmem:
                 half.a = _tmem_operand(half, int(a_read(slots)[lane]), shape, group, who)
             else:
                 tile = Tile(shape.rows // group, shape.depth, _size(shape.a_type), shape.a_mn)
-                operand = SharedOperand(cta.shared, matrix_descriptor(
-                    int(a_read(slots)[lane]), "tcgen05"), tile, shape.a_type)
+                operand = SharedOperand(
+                    cta.shared,
+                    matrix_descriptor(int(a_read(slots)[lane]), "tcgen05"),
+                    tile,
+                    shape.a_type,
+                )
                 claims.append((cta, cta.shared.begin_read(operand.chunks, who)))
                 half.a = operand.values
             for cells in half.cells:
@@ -394,6 +430,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             for half in halves:
                 for key in half.users:
                     half.cta.tmem.end(key)
+
         warp.machine.submit(Operation(who, (compute,), warp.place), _pipe(warp, group))
         warp.machine.count("flops tcgen05.mma", 2 * shape.rows * shape.columns * shape.depth)
 
@@ -401,6 +438,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         warp.line = ins.line
         for lane in np.flatnonzero(mask):
             one(warp, int(lane))
+
     return run
 
 
@@ -408,8 +446,9 @@ def _size(type_: str) -> int:
     return {"f16": 2, "bf16": 2, "tf32": 4}.get(type_, 1)
 
 
-def _tmem_operand(half: _Half, address: int, shape: Shape, group: int,
-                  who: str) -> Callable[[], np.ndarray]:
+def _tmem_operand(
+    half: _Half, address: int, shape: Shape, group: int, who: str
+) -> Callable[[], np.ndarray]:
     """A from TMEM: row = lane, packed elements along the columns."""
     if shape.rows // group != 128:
         raise UnknownInstructionError(f"{who}: A from TMEM with {shape.rows // group} rows per CTA")
@@ -423,6 +462,7 @@ def _tmem_operand(half: _Half, address: int, shape: Shape, group: int,
     def values() -> np.ndarray:
         tmem.check_written(cells, who)
         return matrix_values(np.ascontiguousarray(tmem.data[cells]).view(bits), shape.a_type)
+
     return values
 
 
@@ -439,8 +479,12 @@ def _multiply_half(half: _Half, b_values: np.ndarray, shape: Shape, adds: str | 
 
 # Copy and commit.
 
-_COPY_SHAPES = {"128x256b": (128, 32, 1), "128x128b": (128, 16, 1), "4x256b": (4, 32, 1),
-                "32x128b": (32, 16, 4)}
+_COPY_SHAPES = {
+    "128x256b": (128, 32, 1),
+    "128x128b": (128, 16, 1),
+    "4x256b": (4, 32, 1),
+    "32x128b": (32, 16, 4),
+}
 
 
 @effect("tcgen05.cp")
@@ -472,12 +516,14 @@ def copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 cta.tmem.data[cells] = np.tile(raw, (repeats, 1))
                 cta.shared.end(claim)
                 cta.tmem.end(key)
+
         warp.machine.submit(Operation(who, (land,), warp.place), _pipe(warp, group))
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.line = ins.line
         for lane in np.flatnonzero(mask):
             one(warp, int(lane))
+
     return run
 
 
@@ -500,14 +546,18 @@ def commit(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             addresses = [address]
             if mask_of is not None:
                 ranks = int(mask_of(warp.slots)[lane])
-                addresses = [rank << RANK_SHIFT | address & OFFSET_MASK for rank in range(16)
-                             if ranks >> rank & 1]
+                addresses = [
+                    rank << RANK_SHIFT | address & OFFSET_MASK
+                    for rank in range(16)
+                    if ranks >> rank & 1
+                ]
             barriers = [mbarrier_at(warp, a) for a in addresses]
             who = f"the tcgen05.commit issued by {warp} at line {ins.line}"
 
             def arrive(barriers: list = barriers) -> None:
                 for barrier in barriers:
                     barrier.arrive()
-            warp.machine.submit(Operation(who, (arrive,), warp.place), _pipe(warp, group))
-    return run
 
+            warp.machine.submit(Operation(who, (arrive,), warp.place), _pipe(warp, group))
+
+    return run

@@ -11,8 +11,17 @@ from jax_fa.emulator.faults import UnknownInstructionError
 from jax_fa.emulator.memory import Memory
 
 _ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 10: 2}
-_ELEMENT_TYPE = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32",
-                 10: "bf16"}
+_ELEMENT_TYPE = {
+    0: "u8",
+    1: "u16",
+    2: "u32",
+    3: "s32",
+    4: "u64",
+    5: "s64",
+    6: "f16",
+    7: "f32",
+    10: "bf16",
+}
 _SWIZZLE = {0: "none", 1: "32B", 2: "64B", 3: "128B"}
 
 
@@ -62,10 +71,19 @@ def decode_tensor_map(raw: bytes) -> TensorMap:
     strides = [size] + [(w[3 + i] | (w[7] >> 4 * i & 15) << 32) * 16 for i in range(rank - 1)]
     box = [(w[13] >> 24) + 1] + [(w[14] >> 8 * i & 255) + 1 for i in range(rank - 1)]
     if box[0] * size % 16:
-        raise UnknownInstructionError(f"TMA box of {box[0]} elements of {size} bytes: the inner "
-                                      "extent must be a multiple of 16 bytes")
-    return TensorMap(w[0] | w[1] << 32, _ELEMENT_TYPE[type_], size,
-                     tuple(w[8 + i] + 1 for i in range(rank)), tuple(box), tuple(strides), swizzle)
+        raise UnknownInstructionError(
+            f"TMA box of {box[0]} elements of {size} bytes: the inner "
+            "extent must be a multiple of 16 bytes"
+        )
+    return TensorMap(
+        w[0] | w[1] << 32,
+        _ELEMENT_TYPE[type_],
+        size,
+        tuple(w[8 + i] + 1 for i in range(rank)),
+        tuple(box),
+        tuple(strides),
+        swizzle,
+    )
 
 
 class Part(NamedTuple):
@@ -91,7 +109,7 @@ def in_range(tensor: TensorMap, corner: tuple[int, ...], memory: Memory) -> Part
     counts = [h - lo for lo, h in zip(low, high, strict=True)]
     shape = [*reversed(counts[1:]), counts[0] * size]
     strides = [*reversed(tensor.strides[1:]), 1]
-    view = np.lib.stride_tricks.as_strided(region.data[start - region.base:], shape, strides)
+    view = np.lib.stride_tricks.as_strided(region.data[start - region.base :], shape, strides)
     offsets = [lo - c for lo, c in zip(low, corner, strict=True)]
     place = [slice(o, o + n) for o, n in zip(offsets[1:], counts[1:], strict=True)][::-1]
     place.append(slice(offsets[0] * size, (offsets[0] + counts[0]) * size))

@@ -38,12 +38,13 @@ class TensorMemory:
         if not self.may_allocate:
             raise TensorMemoryError("tcgen05.alloc after relinquish_alloc_permit")
         if columns not in (32, 64, 128, 256, 512):
-            raise TensorMemoryError(f"tcgen05.alloc of {columns} columns; needs a power of two "
-                                    "from 32 to 512")
+            raise TensorMemoryError(
+                f"tcgen05.alloc of {columns} columns; needs a power of two from 32 to 512"
+            )
         for start in range(0, COLUMNS, columns):
-            if not self.owner[start:start + columns].any():
-                self.owner[start:start + columns] = True
-                self.written[:, start:start + columns] = False
+            if not self.owner[start : start + columns].any():
+                self.owner[start : start + columns] = True
+                self.written[:, start : start + columns] = False
                 self.blocks[start] = columns
                 return start
         return None
@@ -51,14 +52,18 @@ class TensorMemory:
     def free(self, address: int, columns: int) -> None:
         """Returns a block."""
         if self.blocks.get(address) != columns:
-            raise TensorMemoryError(f"tcgen05.dealloc of {columns} columns at {address:#x}; "
-                                    f"allocated are {self.blocks}")
-        busy = [who for who, cells, _ in self.users.values()
-                if self._mark(cells)[:, address:address + columns].any()]
+            raise TensorMemoryError(
+                f"tcgen05.dealloc of {columns} columns at {address:#x}; allocated are {self.blocks}"
+            )
+        busy = [
+            who
+            for who, cells, _ in self.users.values()
+            if self._mark(cells)[:, address : address + columns].any()
+        ]
         if busy:
             raise TensorMemoryError(f"tcgen05.dealloc of columns that {busy[0]} still uses")
         del self.blocks[address]
-        self.owner[address:address + columns] = False
+        self.owner[address : address + columns] = False
 
     def allocated(self) -> dict[int, int]:
         """First column and size of the blocks in use."""
@@ -67,11 +72,15 @@ class TensorMemory:
     def cells(self, lane: int, column: int, lanes: int, columns: int) -> Cells:
         """A rectangle, which must be allocated."""
         if lane + lanes > ROWS or column + columns > COLUMNS:
-            raise TensorMemoryError(f"TMEM lanes {lane}..{lane + lanes - 1}, columns {column}.."
-                                    f"{column + columns - 1} do not exist")
-        if not self.owner[column:column + columns].all():
-            raise TensorMemoryError(f"TMEM columns {column}..{column + columns - 1} are not "
-                                    f"allocated (blocks: {self.blocks})")
+            raise TensorMemoryError(
+                f"TMEM lanes {lane}..{lane + lanes - 1}, columns {column}.."
+                f"{column + columns - 1} do not exist"
+            )
+        if not self.owner[column : column + columns].all():
+            raise TensorMemoryError(
+                f"TMEM columns {column}..{column + columns - 1} are not "
+                f"allocated (blocks: {self.blocks})"
+            )
         return slice(lane, lane + lanes), slice(column, column + columns)
 
     def load(self, cells: Cells, who: str) -> np.ndarray:
@@ -96,8 +105,9 @@ class TensorMemory:
         """Refuses to read cells that nothing wrote."""
         if not self.written[cells].all():
             lane, column = (int(x[0]) for x in np.nonzero(self._mark(cells) & ~self.written))
-            raise UninitializedReadError(f"{who} reads TMEM lane {lane} column {column}, "
-                                         "which nothing wrote")
+            raise UninitializedReadError(
+                f"{who} reads TMEM lane {lane} column {column}, which nothing wrote"
+            )
 
     def check_stable(self, cells: Cells, what: str) -> None:
         """Refuses cells that an operation may still write or that a st has not settled."""
@@ -112,8 +122,9 @@ class TensorMemory:
         """
         if self.unsettled[cells].any():
             owner = int(self.unsettled[cells].max()) - 1
-            raise AsyncHazardError(f"{what} TMEM columns that warp {owner} stored without "
-                                   "tcgen05.wait::st")
+            raise AsyncHazardError(
+                f"{what} TMEM columns that warp {owner} stored without tcgen05.wait::st"
+            )
 
     def begin(self, key: object, who: str, cells: Cells, access: str) -> None:
         """An operation is issued that will "read" or "write" the cells."""
@@ -137,6 +148,8 @@ class TensorMemory:
         for who, theirs, access in self.users.values():
             if only in (None, access) and (both := wanted & self._mark(theirs)).any():
                 lane, column = (int(x[0]) for x in np.nonzero(both))
-                raise AsyncHazardError(f"{what} TMEM lane {lane} column {column} while {who} may "
-                                       f"still {access} it (its commit was not observed)")
+                raise AsyncHazardError(
+                    f"{what} TMEM lane {lane} column {column} while {who} may "
+                    f"still {access} it (its commit was not observed)"
+                )
         raise AsyncHazardError(f"{what} TMEM cells in use")

@@ -88,5 +88,7 @@ def constant(bits: int, kind: str) -> Value:
 
 
 # What a register holds before anything is written to it: all ones (NaN as a float).
-POISON = {kind: constant(0 if kind == "pred" else -1, kind)
-          for kind in ("pred", "u2", "u4", "f4", "u8", "f8", "pair")}
+POISON = {
+    kind: constant(0 if kind == "pred" else -1, kind)
+    for kind in ("pred", "u2", "u4", "f4", "u8", "f8", "pair")
+}

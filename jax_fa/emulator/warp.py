@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jax_fa.emulator.faults import AsyncHazardError, DivergenceError, Place
-from jax_fa.emulator.ptx import Both, Instruction, Register, Vector
+from jax_fa.emulator.ptx import Instruction
 from jax_fa.emulator.values import FULL, LANES, POISON
 
 if TYPE_CHECKING:
-    from jax_fa.emulator.decode import Program
+    from jax_fa.emulator.decode import Program, RegisterUse
     from jax_fa.emulator.machine import Cta
 
 Special = Callable[["Warp", str], np.ndarray]
@@ -35,8 +35,14 @@ class Wait:
 
     __slots__ = ("ready", "reason", "resume", "polls")
 
-    def __init__(self, ready: Callable[[], bool], reason: Callable[[], str],
-                 resume: Callable[[bool], None] | None = None, *, polls: bool = False) -> None:
+    def __init__(
+        self,
+        ready: Callable[[], bool],
+        reason: Callable[[], str],
+        resume: Callable[[bool], None] | None = None,
+        *,
+        polls: bool = False,
+    ) -> None:
         self.ready = ready
         self.reason = reason
         self.resume = resume
@@ -85,27 +91,16 @@ class InFlight:
         self.what = what
         self.until = until
 
-    def check(self, instruction: Instruction, touched: int) -> None:
+    def check(self, instruction: Instruction, use: RegisterUse) -> None:
         """Refuses an instruction that touches registers in use."""
-        results = written_registers(instruction)
-        if instruction.opcode.startswith("wgmma.mma_async"):
+        touched = use.touched
+        if use.is_multiply:
             # Multiplies of one warp run in order, so the next may add to the same accumulators.
-            touched &= ~results
-        if touched & self.written or results & self.read:
-            raise AsyncHazardError(f"{instruction} touches registers of {self.what} before "
-                                   f"{self.until}")
-
-
-def written_registers(instruction: Instruction) -> int:
-    """Bit set of the registers in an instruction's first operand (its destination)."""
-    bits, stack = 0, list(instruction.operands[:1])
-    while stack:
-        operand = stack.pop()
-        if isinstance(operand, Register):
-            bits |= 1 << operand.number
-        elif isinstance(operand, (Vector, Both)):
-            stack.extend(operand.items if isinstance(operand, Vector) else operand)
-    return bits
+            touched &= ~use.written
+        if touched & self.written or use.written & self.read:
+            raise AsyncHazardError(
+                f"{instruction} touches registers of {self.what} before {self.until}"
+            )
 
 
 class Warp:
@@ -124,8 +119,11 @@ class Warp:
         self.visits: dict[int, int] = {}
         self.in_flight: list[InFlight] = []
         self.busy = 0
-        self.local = np.full((LANES, max(program.local_bytes, 1)), 0xFF, dtype=np.uint8) \
-            if program.local_bytes else None
+        self.local = (
+            np.full((LANES, max(program.local_bytes, 1)), 0xFF, dtype=np.uint8)
+            if program.local_bytes
+            else None
+        )
         self.line = 0
         self.registers: int | None = None
         # State of the units that keep something per warp or per lane; each unit owns its entry.
@@ -134,7 +132,7 @@ class Warp:
     def _initial(self, name: str) -> np.ndarray:
         """Value of a special register or of a shared variable's address."""
         if name.startswith("shared "):
-            offset = self.cta.cluster.machine.program.shared[name[len("shared "):]]
+            offset = self.cta.cluster.machine.program.shared[name[len("shared ") :]]
             return np.full(LANES, self.cta.shared.base + offset, dtype=np.uint32)
         return self.cta.special(self, name)
 
@@ -150,18 +148,19 @@ class Warp:
         for operation in self.in_flight:
             self.busy |= operation.written | operation.read
 
-    def check_registers(self, instruction: Instruction, touched: int) -> None:
+    def check_registers(self, instruction: Instruction, use: RegisterUse) -> None:
         """Refuses an instruction that touches registers in use."""
-        if touched & self.busy:
+        if use.touched & self.busy:
             for operation in self.in_flight:
-                operation.check(instruction, touched)
+                operation.check(instruction, use)
 
     def need_full(self, mask: np.ndarray, what: str) -> None:
         """Refuses an instruction that all live lanes must execute together."""
         if mask is not FULL and not np.array_equal(mask, self.live):
             raise DivergenceError(
                 f"{what} is executed by {int(mask.sum())} of {int(self.live.sum())} live lanes; "
-                "all must execute it together")
+                "all must execute it together"
+            )
 
     @property
     def place(self) -> Place:

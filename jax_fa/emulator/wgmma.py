@@ -173,6 +173,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         if completion == "eager" or completion == "random" and machine.random.chance(0.25):
             pipeline = _pipeline(warp)
             _compute(warp, [m for group in (*pipeline.groups, pipeline.open) for m in group])
+
     return run
 
 
@@ -193,6 +194,7 @@ def commit(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         pipeline = _pipeline(warp)
         pipeline.groups.append(pipeline.open)
         pipeline.open = []
+
     return run
 
 
@@ -211,4 +213,5 @@ def wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         _compute(warp, finished)
         warp.release([m.flight for m in finished])
         warp.machine.progress += 1
+
     return run

@@ -14,9 +14,22 @@ from typing import Any, Literal
 
 WARP = 32
 WARPGROUP = 128
+WARPS_PER_GROUP = WARPGROUP // WARP
 REGISTERS_PER_SM = 65536
 NAMED_BARRIERS = 16
 MBARRIER_BYTES = 8
+TMEM_COLS = 512
+
+EdgeKind = Literal["tma", "tma_umma", "umma", "threads"]
+
+BY_HARDWARE: dict[EdgeKind, tuple[str, ...]] = {
+    "tma": ("full",),
+    "tma_umma": ("full", "empty"),
+    "umma": ("full",),
+    "threads": (),
+}
+"""The barriers of an edge at which a hardware unit arrives, once per phase: TMA when its bytes have
+landed, the tensor core when all it was given before has retired."""
 
 
 class PlanError(Exception):
@@ -48,7 +61,9 @@ class Edge:
         stages: buffers in the ring.
         stage_bytes: what one TMA load adds to the full barrier.
         full: what a passed full barrier promises the consumer.
-        empty: what a passed empty barrier promises the producer.
+        empty: what a passed empty barrier promises the producer; "" if another edge makes that
+            promise, so that nobody arrives or waits here.
+        kind: who fills and who drains it (``BY_HARDWARE``).
     """
 
     data: str
@@ -58,6 +73,7 @@ class Edge:
     stage_bytes: int
     full: str
     empty: str
+    kind: EdgeKind = "tma"
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,22 @@ class Buffer:
     size_bytes: int
     alias_of: str | None = None
     why: str = ""
+
+
+@dataclass(frozen=True)
+class TmemRange:
+    """Columns of tensor memory; ``alias_of`` is the only overlap allowed, ``why`` it is safe."""
+
+    name: str
+    start: int
+    cols: int
+    alias_of: str | None = None
+    why: str = ""
+
+    @property
+    def end(self) -> int:
+        """First column behind it."""
+        return self.start + self.cols
 
 
 @dataclass(frozen=True)
@@ -89,6 +121,7 @@ class Plan:
     buffers: tuple[Buffer, ...]
     barriers: tuple[NamedBarrier, ...]
     smem_capacity_bytes: int
+    tmem: tuple[TmemRange, ...] = ()
 
     def role(self, name: str) -> Role:
         """The role called ``name``."""
@@ -102,6 +135,20 @@ class Plan:
         """The named barrier called ``name``."""
         return _named(self.barriers, "name", name)
 
+    def columns(self, name: str) -> TmemRange:
+        """The range of tensor memory called ``name``."""
+        return _named(self.tmem, "name", name)
+
+    @property
+    def num_mbarriers(self) -> int:
+        """Mbarriers of all edges."""
+        return sum(2 * edge.stages for edge in self.edges)
+
+    def first_mbarrier(self, data: str) -> int:
+        """Index of the first mbarrier of an edge, edges being laid out in order."""
+        before = self.edges[: self.edges.index(self.edge(data))]
+        return sum(2 * edge.stages for edge in before)
+
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
@@ -111,7 +158,7 @@ class Plan:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: buffers that alias nothing, and two mbarriers per stage."""
         buffers = sum(buffer.size_bytes for buffer in self.buffers if buffer.alias_of is None)
-        return buffers + sum(2 * MBARRIER_BYTES * edge.stages for edge in self.edges)
+        return buffers + MBARRIER_BYTES * self.num_mbarriers
 
 
 def _named(items: tuple[Any, ...], field: str, name: str) -> Any:
@@ -125,10 +172,13 @@ def _named(items: tuple[Any, ...], field: str, name: str) -> Any:
 def arrivals(plan: Plan, edge: Edge, side: Literal["full", "empty"]) -> int:
     """Arrivals that complete a phase of one of the edge's barriers.
 
-    A full barrier gets one arrival, which announces the bytes of the TMA load; an empty barrier
-    gets one from each warp of the consumer.
+    Hardware arrives once; a role arrives once per warp.
     """
-    return 1 if side == "full" else len(plan.role(edge.consumer).warps)
+    if side in BY_HARDWARE[edge.kind]:
+        return 1
+    if side == "empty" and not edge.empty:
+        return 0
+    return len(plan.role(edge.producer if side == "full" else edge.consumer).warps)
 
 
 def check(plan: Plan) -> None:
@@ -136,14 +186,21 @@ def check(plan: Plan) -> None:
     warps = sorted(warp for role in plan.roles for warp in role.warps)
     if warps != list(range(len(warps))):
         raise PlanError(f"warps are no partition of 0..{len(warps) - 1}: {warps}")
+    if len(warps) % WARPS_PER_GROUP:
+        raise PlanError(f"setmaxnreg works on warpgroups, not on {len(warps)} warps")
     registers = sum(role.threads * role.registers for role in plan.roles)
     if registers > REGISTERS_PER_SM:
         raise PlanError(f"roles ask for {registers} registers of {REGISTERS_PER_SM}")
     for role in plan.roles:
         if role.registers % 8 or not 24 <= role.registers <= 256:
             raise PlanError(f"{role.name}: {role.registers} registers; 24 to 256, multiple of 8")
-        if role.threads % WARPGROUP:
-            raise PlanError(f"{role.name}: setmaxnreg works on warpgroups, not {role.warps}")
+        for other in plan.roles:
+            groups = [{warp // WARPS_PER_GROUP for warp in r.warps} for r in (role, other)]
+            if groups[0] & groups[1] and role.registers != other.registers:
+                raise PlanError(
+                    f"{role.name} and {other.name} share a warpgroup, on which setmaxnreg works, "
+                    f"with {role.registers} and {other.registers} registers"
+                )
     if plan.smem_bytes > plan.smem_capacity_bytes:
         raise PlanError(f"{plan.smem_bytes} bytes of smem of {plan.smem_capacity_bytes}")
     for buffer in plan.buffers:
@@ -153,6 +210,7 @@ def check(plan: Plan) -> None:
                 raise PlanError(f"{buffer.name} is larger than {host.name}, which it overlays")
     for edge in plan.edges:
         plan.role(edge.producer), plan.role(edge.consumer)
+    _check_tmem(plan)
     indices = [barrier.index for barrier in plan.barriers]
     if len(set(indices)) != len(indices) or any(not 0 < i < NAMED_BARRIERS for i in indices):
         raise PlanError(f"named barriers need distinct numbers 1 to 15, not {indices}")
@@ -161,19 +219,34 @@ def check(plan: Plan) -> None:
             raise PlanError(f"a name appears twice in {names}")
 
 
+def _check_tmem(plan: Plan) -> None:
+    for one in plan.tmem:
+        if one.start < 0 or one.end > TMEM_COLS:
+            raise PlanError(f"tmem {one.name}: columns {one.start} to {one.end} of {TMEM_COLS}")
+        for other in plan.tmem:
+            overlap = one is not other and one.start < other.end and other.start < one.end
+            if overlap and one.alias_of != other.name and other.alias_of != one.name:
+                raise PlanError(f"tmem {one.name} and {other.name} overlap, which neither declares")
+
+
 def ledger(plan: Plan) -> str:
-    """The plan as text: roles, edges with their arrive counts, buffers, barriers."""
+    """The plan as text: roles, edges with their arrive counts, memory, barriers."""
     lines = [f"{role.name:9s} warps {role.warps.start}-{role.warps.stop - 1}  "
              f"{role.registers} registers" for role in plan.roles]
     for edge in plan.edges:
         full, empty = (arrivals(plan, edge, side) for side in ("full", "empty"))
+        size = f" x {edge.stage_bytes} bytes" if edge.stage_bytes else ""
+        drained = f"  empty({empty}): {edge.empty}" if edge.empty else ""
         lines.append(
-            f"{edge.data:4s} {edge.producer} -> {edge.consumer}  {edge.stages} x "
-            f"{edge.stage_bytes} bytes  full({full}): {edge.full}  empty({empty}): {edge.empty}"
+            f"{edge.data:4s} {edge.producer} -> {edge.consumer}  {edge.stages}{size}  "
+            f"full({full}): {edge.full}{drained}"
         )
     for buffer in plan.buffers:
         where = f" over {buffer.alias_of}: {buffer.why}" if buffer.alias_of else ""
         lines.append(f"smem {buffer.name} {buffer.size_bytes} bytes{where}")
+    for cols in plan.tmem:
+        where = f" over {cols.alias_of}: {cols.why}" if cols.alias_of else ""
+        lines.append(f"tmem {cols.name} columns {cols.start} to {cols.end - 1}{where}")
     lines += [f"barrier {b.index} {b.name} ({b.threads}): {b.meaning}" for b in plan.barriers]
     lines.append(f"smem {plan.smem_bytes} of {plan.smem_capacity_bytes} bytes")
     return "\n".join(lines)
@@ -185,16 +258,25 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> tuple[Any, Any]:
     ``barrier_storage`` points at ``2 * stages`` mbarriers in shared memory. The caller fences and
     synchronises once after making all edges.
     """
-    from cutlass import pipeline
+    from cutlass import cute, pipeline
 
     edge = plan.edge(data)
-    threads = pipeline.Agent.Thread
-    ring = pipeline.PipelineTmaAsync.create(
-        num_stages=edge.stages,
-        producer_group=pipeline.CooperativeGroup(threads, arrivals(plan, edge, "full")),
-        consumer_group=pipeline.CooperativeGroup(threads, arrivals(plan, edge, "empty")),
-        tx_count=edge.stage_bytes,
-        barrier_storage=barrier_storage,
-        defer_sync=True,
-    )
+    groups = {
+        f"{side}_group": pipeline.CooperativeGroup(
+            pipeline.Agent.Thread, max(arrivals(plan, edge, barrier), 1)
+        )
+        for side, barrier in (("producer", "full"), ("consumer", "empty"))
+    }
+    common = {"num_stages": edge.stages, "barrier_storage": barrier_storage, "defer_sync": True}
+    one_cta = cute.make_layout((1, 1, 1, 1)) if "umma" in edge.kind else None
+    if edge.kind == "tma":
+        ring = pipeline.PipelineTmaAsync.create(tx_count=edge.stage_bytes, **groups, **common)
+    elif edge.kind == "tma_umma":
+        ring = pipeline.PipelineTmaUmma.create(
+            tx_count=edge.stage_bytes, cta_layout_vmnk=one_cta, **groups, **common
+        )
+    elif edge.kind == "umma":
+        ring = pipeline.PipelineUmmaAsync.create(cta_layout_vmnk=one_cta, **groups, **common)
+    else:
+        ring = pipeline.PipelineAsync.create(**groups, **common)
     return ring.make_participants()

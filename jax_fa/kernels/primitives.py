@@ -51,23 +51,18 @@ def make_mma(dtype: type, columns: int, b_major: OperandMajorMode, a_in_register
     return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
-def issue(mma: object, acc: cute.Tensor, operands: tuple, accumulate: bool, slabs: range) -> None:
-    """Issues the wgmma of ``acc (+)= A B`` for some 16-wide slabs of the K mode, asynchronously.
+def multiply(mma: object, acc: cute.Tensor, operands: tuple, accumulate: bool) -> None:
+    """Issues ``acc (+)= A B`` as one committed group of asynchronous wgmma.
 
-    ``operands`` are the fragments A and B, the K mode last. The caller fences before the first
-    slab, commits after the last, and until it has waited touches neither ``acc`` nor A.
+    ``operands`` are the fragments A and B, the K mode last. The caller waits, and until then
+    touches neither ``acc`` nor A.
     """
     a, b = operands
     atom = cute.make_mma_atom(mma.op)
-    for k in slabs:
+    warpgroup.fence()
+    for k in range(cute.size(a, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-
-
-def multiply(mma: object, acc: cute.Tensor, operands: tuple, accumulate: bool) -> None:
-    """Issues ``acc (+)= A B`` as one committed group; see ``issue``."""
-    warpgroup.fence()
-    issue(mma, acc, operands, accumulate, range(cute.size(operands[0], mode=[2])))
     warpgroup.commit_group()
 
 

@@ -41,12 +41,15 @@ COMMIT_AND_WAIT = """
 
 def copy_out(size):
     """Copies `size` bytes of data (a multiple of 128) to %out, lane by lane."""
-    return "".join(f"""
+    return "".join(
+        f"""
       mad.lo.s32 %r1, %lane, 4, %r21;
       ld.shared.b32 %r2, [%r1+{offset}];
       mad.wide.u32 %d1, %lane, 4, %out;
       st.global.b32 [%d1+{offset}], %r2;
-    """ for offset in range(0, size, 128))
+    """
+        for offset in range(0, size, 128)
+    )
 
 
 def swizzled(block, mode):
@@ -67,25 +70,40 @@ def test_tensor_load_swizzles_and_fills(mode, completion):
     rows = 1024 // inner // 2
     out = np.zeros(1024, np.uint8)
     body = PROLOGUE + EXPECT.format(1024) + LOAD_2D.format(40, -3) + WAIT + copy_out(1024)
-    run(body, {"x": x, "out": out}, shared=4096, completion=completion,
-        maps=[tensor_map("x", (80, 20), (160,), (inner, rows), swizzle=mode)])
+    run(
+        body,
+        {"x": x, "out": out},
+        shared=4096,
+        completion=completion,
+        maps=[tensor_map("x", (80, 20), (160,), (inner, rows), swizzle=mode)],
+    )
     box = np.zeros((rows, inner), np.float16)
     for row in range(rows):
         if 0 <= row - 3 < 20:
-            part = x[row - 3, 40:40 + inner]
-            box[row, :len(part)] = part
+            part = x[row - 3, 40 : 40 + inner]
+            box[row, : len(part)] = part
     np.testing.assert_array_equal(out, swizzled(box.view(np.uint8), mode))
 
 
 def test_tensor_load_of_four_dimensions():
     x = np.arange(3 * 4 * 5 * 16, dtype=np.float32).reshape(3, 4, 5, 16)
     out = np.zeros(128, np.uint32)
-    body = PROLOGUE + EXPECT.format(512) + """
+    body = (
+        PROLOGUE
+        + EXPECT.format(512)
+        + """
       @%p20 cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
         [%r21], [%d20, {8, 1, 2, 1}], [%r20];
-    """ + WAIT + copy_out(512)
-    run(body, {"x": x, "out": out}, shared=4096, maps=[
-        tensor_map("x", (16, 5, 4, 3), (64, 320, 1280), (8, 2, 2, 4), element=7)])
+    """
+        + WAIT
+        + copy_out(512)
+    )
+    run(
+        body,
+        {"x": x, "out": out},
+        shared=4096,
+        maps=[tensor_map("x", (16, 5, 4, 3), (64, 320, 1280), (8, 2, 2, 4), element=7)],
+    )
     box = np.zeros((4, 2, 2, 8), np.float32)
     box[:2] = x[1:3, 2:4, 1:3, 8:16]
     np.testing.assert_array_equal(out.view(np.float32), box.reshape(-1))
@@ -94,15 +112,26 @@ def test_tensor_load_of_four_dimensions():
 @POLICIES
 def test_tensor_store_leaves_out_what_is_out_of_range(completion):
     y = np.full((6, 48), -1, np.float16)
-    body = PROLOGUE + """
+    body = (
+        PROLOGUE
+        + """
       mad.lo.s32 %r1, %lane, 4, %r21;
-    """ + "".join(f"add.s32 %r2, %tid, {i}; st.shared.b32 [%r1+{i * 128}], %r2;"
-                  for i in range(4)) + """
+    """
+        + "".join(f"add.s32 %r2, %tid, {i}; st.shared.b32 [%r1+{i * 128}], %r2;" for i in range(4))
+        + """
       fence.proxy.async.shared::cta;
       bar.sync 0;
-    """ + STORE_2D.format(16, 3) + COMMIT_AND_WAIT
-    run(body, {"y": y}, shared=4096, completion=completion,
-        maps=[tensor_map("y", (48, 6), (96,), (64, 4))])
+    """
+        + STORE_2D.format(16, 3)
+        + COMMIT_AND_WAIT
+    )
+    run(
+        body,
+        {"y": y},
+        shared=4096,
+        completion=completion,
+        maps=[tensor_map("y", (48, 6), (96,), (64, 4))],
+    )
     words = (np.arange(32)[None] + np.arange(4)[:, None]).astype(np.uint32)
     box = words.view(np.float16).reshape(4, 64)
     expected = np.full((6, 48), -1, np.float16)
@@ -114,29 +143,52 @@ def test_tensor_store_leaves_out_what_is_out_of_range(completion):
 @pytest.mark.parametrize("kind", ["bulk", "tensor"])
 def test_reductions_add_to_memory(kind, completion):
     y = np.arange(128, dtype=np.float32)
-    body = PROLOGUE + "cvt.rn.f32.u32 %r3, %tid; mad.lo.s32 %r1, %lane, 4, %r21;" + "".join(
-        f"st.shared.b32 [%r1+{i * 128}], %r3;" for i in range(4)) + """
+    body = (
+        PROLOGUE
+        + "cvt.rn.f32.u32 %r3, %tid; mad.lo.s32 %r1, %lane, 4, %r21;"
+        + "".join(f"st.shared.b32 [%r1+{i * 128}], %r3;" for i in range(4))
+        + """
       fence.proxy.async.shared::cta;
       bar.sync 0;
-    """ + {"bulk": "@%p20 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
-                   "[%y], [%r21], 512;",
-           "tensor": "@%p20 cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group "
-                     "[%d20, {0, 0}], [%r21];"}[kind] + COMMIT_AND_WAIT
-    run(body, {"y": y}, shared=4096, completion=completion,
-        maps=[tensor_map("y", (32, 4), (128,), (32, 4), element=7)])
+    """
+        + {
+            "bulk": "@%p20 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
+            "[%y], [%r21], 512;",
+            "tensor": "@%p20 cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group "
+            "[%d20, {0, 0}], [%r21];",
+        }[kind]
+        + COMMIT_AND_WAIT
+    )
+    run(
+        body,
+        {"y": y},
+        shared=4096,
+        completion=completion,
+        maps=[tensor_map("y", (32, 4), (128,), (32, 4), element=7)],
+    )
     np.testing.assert_array_equal(y, np.arange(128) + np.tile(np.arange(32), 4))
 
 
 @POLICIES
 def test_bulk_load_and_store(completion):
     x, y = np.arange(64, dtype=np.uint32), np.zeros(64, np.uint32)
-    body = PROLOGUE + EXPECT.format(256) + """
+    body = (
+        PROLOGUE
+        + EXPECT.format(256)
+        + """
       @%p20 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
         [%r21], [%x], 256, [%r20];
-    """ + WAIT + "@%p20 cp.async.bulk.global.shared::cta.bulk_group [%y], [%r21], 256;" \
+    """
+        + WAIT
+        + "@%p20 cp.async.bulk.global.shared::cta.bulk_group [%y], [%r21], 256;"
         + COMMIT_AND_WAIT
-    run(body.replace("mov.b64 %d20, map0;", ""), {"x": x, "y": y}, shared=4096,
-        completion=completion)
+    )
+    run(
+        body.replace("mov.b64 %d20, map0;", ""),
+        {"x": x, "y": y},
+        shared=4096,
+        completion=completion,
+    )
     np.testing.assert_array_equal(y, x)
 
 
@@ -144,25 +196,45 @@ def test_bulk_load_and_store(completion):
 def test_multicast_writes_and_signals_every_cta_of_the_mask(completion):
     x = np.arange(256, dtype=np.uint16)
     out = np.zeros((2, 128), np.uint32)
-    body = PROLOGUE + EXPECT.format(512) + """
+    load = LOAD_2D.format(0, 0).replace("shared::cta", "shared::cluster").replace("%p20", "%p2")
+    load = load.replace("::bytes", "::bytes.multicast::cluster").replace("[%r20]", "[%r20], %h1")
+    body = (
+        PROLOGUE
+        + EXPECT.format(512)
+        + """
       barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
       mov.u32 %r5, %cluster_ctarank;
       setp.eq.s32 %p2, %r5, 1;
       and.pred %p2, %p2, %p20;
       mov.b16 %h1, 3;
-    """ + LOAD_2D.replace("shared::cta", "shared::cluster").replace(
-        "bytes", "bytes.multicast::cluster").replace("[%r20];", "[%r20], %h1;").format(0, 0) + WAIT + "mad.wide.u32 %out, %r5, 512, %out;" + copy_out(512) + """
+    """
+        + load
+        + WAIT
+        + "mad.wide.u32 %out, %r5, 512, %out;"
+        + copy_out(512)
+        + """
       barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
     """
-    run(body, {"x": x, "out": out}, grid=2, cluster=2, shared=4096, completion=completion,
-        maps=[tensor_map("x", (64, 4), (128,), (64, 4))])
+    )
+    run(
+        body,
+        {"x": x, "out": out},
+        grid=2,
+        cluster=2,
+        shared=4096,
+        completion=completion,
+        maps=[tensor_map("x", (64, 4), (128,), (64, 4))],
+    )
     np.testing.assert_array_equal(out, np.stack([x.view(np.uint32)] * 2))
 
 
 @POLICIES
 def test_copy_to_the_shared_memory_of_another_cta(completion):
     out = np.zeros(64, np.uint32)
-    body = PROLOGUE.replace("mov.b64 %d20, map0;", "") + EXPECT.format(128) + """
+    body = (
+        PROLOGUE.replace("mov.b64 %d20, map0;", "")
+        + EXPECT.format(128)
+        + """
       mov.u32 %r5, %cluster_ctarank;
       xor.b32 %r6, %r5, 1;
       mad.lo.s32 %r7, %r5, 1000, %tid;
@@ -176,9 +248,14 @@ def test_copy_to_the_shared_memory_of_another_cta(completion):
       add.s32 %r10, %r21, 128;
       @%p20 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes
         [%r8], [%r10], 128, [%r9];
-    """ + WAIT + "mad.wide.u32 %out, %r5, 128, %out;" + copy_out(128) + """
+    """
+        + WAIT
+        + "mad.wide.u32 %out, %r5, 128, %out;"
+        + copy_out(128)
+        + """
       barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
     """
+    )
     run(body, {"out": out}, grid=2, cluster=2, shared=4096, completion=completion)
     np.testing.assert_array_equal(out, np.r_[np.arange(1000, 1032), np.arange(32)])
 
@@ -205,12 +282,17 @@ def test_cp_async_groups_and_zero_fill(completion):
 @POLICIES
 def test_cp_async_can_arrive_on_a_barrier(completion):
     x, out = np.arange(32, dtype=np.uint32), np.zeros(32, np.uint32)
-    body = PROLOGUE.replace("[%r20], 1;", "[%r20], 32;").replace("mov.b64 %d20, map0;", "") + """
+    body = (
+        PROLOGUE.replace("[%r20], 1;", "[%r20], 32;").replace("mov.b64 %d20, map0;", "")
+        + """
       mad.lo.s32 %r1, %lane, 4, %r21;
       mad.wide.u32 %d1, %tid, 4, %x;
       cp.async.ca.shared.global [%r1], [%d1], 4;
       cp.async.mbarrier.arrive.noinc.shared.b64 [%r20];
-    """ + WAIT + copy_out(128)
+    """
+        + WAIT
+        + copy_out(128)
+    )
     run(body, {"x": x, "out": out}, shared=4096, completion=completion)
     np.testing.assert_array_equal(out, x)
 
@@ -229,90 +311,153 @@ def fails(error, message, body, **options):
 
 
 def test_reading_before_the_load_has_landed():
-    error = fails(AsyncHazardError, r"is read while the TMA load of box \(0, 0\) issued by CTA 0 "
-                  r"warp 0 at line \d+ may still write it",
-                  EXPECT.format(1024) + LOAD_2D.format(0, 0) + "ld.shared.b32 %r1, [%r21];" + WAIT)
+    error = fails(
+        AsyncHazardError,
+        r"is read while the TMA load of box \(0, 0\) issued by CTA 0 "
+        r"warp 0 at line \d+ may still write it",
+        EXPECT.format(1024) + LOAD_2D.format(0, 0) + "ld.shared.b32 %r1, [%r21];" + WAIT,
+    )
     assert error.place.warp == 0
 
 
 def test_overwriting_before_the_load_has_landed():
-    fails(AsyncHazardError, "is overwritten while the TMA load",
-          EXPECT.format(1024) + LOAD_2D.format(0, 0) + "@%p20 st.shared.b32 [%r21], 0;" + WAIT)
+    fails(
+        AsyncHazardError,
+        "is overwritten while the TMA load",
+        EXPECT.format(1024) + LOAD_2D.format(0, 0) + "@%p20 st.shared.b32 [%r21], 0;" + WAIT,
+    )
 
 
 def test_loading_twice_into_the_same_place():
-    fails(AsyncHazardError, "is overwritten by the TMA load .* while the TMA load",
-          EXPECT.format(2048) + LOAD_2D.format(0, 0) + LOAD_2D.format(0, 8) + WAIT)
+    fails(
+        AsyncHazardError,
+        "is overwritten by the TMA load .* while the TMA load",
+        EXPECT.format(2048) + LOAD_2D.format(0, 0) + LOAD_2D.format(0, 8) + WAIT,
+    )
 
 
-FILL = "".join(f"mad.lo.s32 %r1, %lane, 4, %r21; st.shared.b32 [%r1+{128 * i}], %tid;"
-               for i in range(8))
+FILL = "".join(
+    f"mad.lo.s32 %r1, %lane, 4, %r21; st.shared.b32 [%r1+{128 * i}], %tid;" for i in range(8)
+)
 
 
 def test_store_without_a_proxy_fence():
     body = FILL + "bar.sync 0;" + STORE_2D.format(0, 0) + COMMIT_AND_WAIT
-    error = fails(ProxyFenceError, "stored by warp 0 of the CTA without a later fence.proxy.async",
-                  body)
+    error = fails(
+        ProxyFenceError, "stored by warp 0 of the CTA without a later fence.proxy.async", body
+    )
     assert error.place.line == line_of(PROLOGUE + body, "@%p20 cp.async.bulk.tensor", X, 4096, 1)
 
 
 def test_a_proxy_fence_covers_only_the_warp_that_executes_it():
-    body = "setp.eq.s32 %p1, %warp, 1; @%p1 bra W1; bra JOIN; W1:" + FILL \
-        + "JOIN: bar.sync 0; setp.eq.s32 %p2, %warp, 0; @%p2 fence.proxy.async.shared::cta;" \
-        + STORE_2D.format(0, 0) + COMMIT_AND_WAIT
+    body = (
+        "setp.eq.s32 %p1, %warp, 1; @%p1 bra W1; bra JOIN; W1:"
+        + FILL
+        + "JOIN: bar.sync 0; setp.eq.s32 %p2, %warp, 0; @%p2 fence.proxy.async.shared::cta;"
+        + STORE_2D.format(0, 0)
+        + COMMIT_AND_WAIT
+    )
     fails(ProxyFenceError, "stored by warp 1", body, block=64)
 
 
 def test_overwriting_the_source_of_a_store_before_wait_group_read():
-    body = FILL + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE_2D.format(0, 0) \
+    body = (
+        FILL
+        + "fence.proxy.async.shared::cta; bar.sync 0;"
+        + STORE_2D.format(0, 0)
         + "@%p20 cp.async.bulk.commit_group;"
-    fails(AsyncHazardError, "is overwritten while the TMA store",
-          body + "@%p20 st.shared.b32 [%r21], 1;")
-    run(PROLOGUE + body + "@%p20 cp.async.bulk.wait_group.read 0; @%p20 st.shared.b32 [%r21], 1;",
-        dict(X), shared=4096, maps=MAP, completion="lazy")
+    )
+    fails(
+        AsyncHazardError,
+        "is overwritten while the TMA store",
+        body + "@%p20 st.shared.b32 [%r21], 1;",
+    )
+    run(
+        PROLOGUE + body + "@%p20 cp.async.bulk.wait_group.read 0; @%p20 st.shared.b32 [%r21], 1;",
+        dict(X),
+        shared=4096,
+        maps=MAP,
+        completion="lazy",
+    )
 
 
 def test_leaving_before_the_store_has_read_its_source():
-    fails(AsyncHazardError, "exits while the TMA store .* may still read its shared memory",
-          FILL + "fence.proxy.async.shared::cta; bar.sync 0;" + STORE_2D.format(0, 0)
-          + "@%p20 cp.async.bulk.commit_group;")
+    fails(
+        AsyncHazardError,
+        "exits and nothing waited for the TMA store .* to read its shared memory",
+        FILL
+        + "fence.proxy.async.shared::cta; bar.sync 0;"
+        + STORE_2D.format(0, 0)
+        + "@%p20 cp.async.bulk.commit_group;",
+    )
 
 
 def test_wait_group_keeps_the_newest_groups():
-    """With one newer group allowed, the older store's source may be overwritten, the newer's not.
-    """
-    two = FILL + """
+    """With one newer group allowed, only the older store's source may be overwritten."""
+    two = (
+        FILL
+        + """
       fence.proxy.async.shared::cta; bar.sync 0;
-    """ + STORE_2D.format(0, 0) + "@%p20 cp.async.bulk.commit_group; add.s32 %r22, %r21, 1024;" \
-        + FILL.replace("%r21", "%r22") + "fence.proxy.async.shared::cta; bar.sync 0;" \
-        + STORE_2D.format(0, 8).replace("%r21", "%r22") + """
+    """
+        + STORE_2D.format(0, 0)
+        + "@%p20 cp.async.bulk.commit_group; add.s32 %r22, %r21, 1024;"
+        + FILL.replace("%r21", "%r22")
+        + "fence.proxy.async.shared::cta; bar.sync 0;"
+        + STORE_2D.format(0, 8).replace("%r21", "%r22")
+        + """
       @%p20 cp.async.bulk.commit_group;
       @%p20 cp.async.bulk.wait_group.read 1;
       @%p20 st.shared.b32 [%r21], 1;
     """
-    run(PROLOGUE + two + "@%p20 cp.async.bulk.wait_group 0;", dict(X), shared=4096, maps=MAP,
-        completion="lazy")
+    )
+    run(
+        PROLOGUE + two + "@%p20 cp.async.bulk.wait_group 0;",
+        dict(X),
+        shared=4096,
+        maps=MAP,
+        completion="lazy",
+    )
     fails(AsyncHazardError, "is overwritten while", two + "@%p20 st.shared.b32 [%r22], 1;")
 
 
 def test_wrong_byte_counts():
-    fails(DeadlockError, "0 of 1 arrivals and 16 bytes pending",
-          EXPECT.format(1040) + LOAD_2D.format(0, 0) + WAIT)
-    fails(BarrierError, "more bytes landed than were announced",
-          LOAD_2D.format(0, 0) + "bar.sync 0;", completion="eager")
+    fails(
+        DeadlockError,
+        "0 of 1 arrivals and 16 bytes pending",
+        EXPECT.format(1040) + LOAD_2D.format(0, 0) + WAIT,
+    )
+    fails(
+        BarrierError,
+        "more bytes landed than were announced",
+        LOAD_2D.format(0, 0) + "bar.sync 0;",
+        completion="eager",
+    )
 
 
 def test_tensor_that_reaches_beyond_its_buffer():
     with pytest.raises(OutOfBoundsError, match="into 'x'"):
-        run(PROLOGUE + EXPECT.format(1024) + LOAD_2D.format(0, 32) + WAIT, dict(X), shared=4096,
-            maps=[tensor_map("x", (64, 40), (128,), (64, 8))])
+        run(
+            PROLOGUE + EXPECT.format(1024) + LOAD_2D.format(0, 32) + WAIT,
+            dict(X),
+            shared=4096,
+            maps=[tensor_map("x", (64, 40), (128,), (64, 8))],
+        )
 
 
 def test_unaligned_bulk_sizes_and_unknown_descriptors():
     with pytest.raises(OutOfBoundsError, match="multiples of 16"):
-        run(PROLOGUE.replace("mov.b64 %d20, map0;", "") + """
+        run(
+            PROLOGUE.replace("mov.b64 %d20, map0;", "")
+            + """
           @%p20 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
-            [%r21], [%x], 24, [%r20];""", dict(X), shared=4096)
+            [%r21], [%x], 24, [%r20];""",
+            dict(X),
+            shared=4096,
+        )
     with pytest.raises(UnknownInstructionError, match="element type 12"):
-        run(PROLOGUE + EXPECT.format(1024) + LOAD_2D.format(0, 0), dict(X), shared=4096,
-            maps=[tensor_map("x", (64, 32), (128,), (64, 8), element=12)])
+        run(
+            PROLOGUE + EXPECT.format(1024) + LOAD_2D.format(0, 0),
+            dict(X),
+            shared=4096,
+            maps=[tensor_map("x", (64, 32), (128,), (64, 8), element=12)],
+        )

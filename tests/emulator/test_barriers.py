@@ -22,7 +22,9 @@ STORE = "mad.wide.u32 %d0, %tid, 4, %out; st.global.b32 [%d0], %r1;"
 @pytest.mark.parametrize("seed", range(4))
 def test_producer_and_consumer_through_an_mbarrier(seed, completion):
     """Warp 0 hands a value over to warp 1, four times, through one slot with two barriers."""
-    body = INIT.format(count=32) + """
+    body = (
+        INIT.format(count=32)
+        + """
       @%p20 mbarrier.init.shared.b64 [%r20+8], 32;
       bar.sync 0;
       mov.b32 %r2, 0;
@@ -49,50 +51,66 @@ def test_producer_and_consumer_through_an_mbarrier(seed, completion):
       add.s32 %r2, %r2, 1;
       setp.lt.s32 %p3, %r2, 4;
       @%p3 bra LOOP;
-    """ + STORE
+    """
+        + STORE
+    )
     out = np.zeros(64, np.uint32)
     run(body, {"out": out}, block=64, shared=256, seed=seed, completion=completion)
     np.testing.assert_array_equal(out[32:], 600 + 4 * np.arange(32))
 
 
 def test_a_fresh_barrier_passes_parity_one_only():
-    body = INIT.format(count=1) + """
+    body = (
+        INIT.format(count=1)
+        + """
       mbarrier.test_wait.parity.shared.b64 %p1, [%r20], 1;
       mbarrier.test_wait.parity.shared.b64 %p2, [%r20], 0;
       selp.b32 %r1, 1, 0, %p1;
       selp.b32 %r2, 2, 0, %p2;
       add.s32 %r1, %r1, %r2;
-    """ + STORE
+    """
+        + STORE
+    )
     out = np.zeros(32, np.uint32)
     run(body, {"out": out}, shared=64, completion="lazy")
     assert (out == 1).all()
 
 
 def test_deadlock_lists_who_waits_for_what():
-    body = INIT.format(count=2) + """
+    body = (
+        INIT.format(count=2)
+        + """
       setp.eq.s32 %p1, %warp, 1;
       @%p1 bra OTHER;
-    """ + WAIT.format(parity=0) + """
+    """
+        + WAIT.format(parity=0)
+        + """
       bra END;
     OTHER:
       bar.sync 5, 96;
     END:
     """
+    )
     with pytest.raises(DeadlockError) as caught:
         run(body, shared=64, block=64)
     message = str(caught.value)
     line = line_of(body, "mbarrier.try_wait", shared=64)
-    assert f"warp  0 (32 lanes) line {line}: waits for phase with parity 0 of mbarrier at offset " \
+    assert (
+        f"warp  0 (32 lanes) line {line}: waits for phase with parity 0 of mbarrier at offset "
         "1024 of CTA 0 (phase 0, 2 of 2 arrivals and 0 bytes pending)" in message
+    )
     assert "warp  1 (32 lanes) line" in message and "named barrier 5 (32 of 96 threads)" in message
 
 
 def test_a_polling_loop_without_an_end_is_a_deadlock_too():
-    body = INIT.format(count=1) + """
+    body = (
+        INIT.format(count=1)
+        + """
     LOOP:
       mbarrier.test_wait.parity.shared.b64 %p1, [%r20], 0;
       @!%p1 bra LOOP;
     """
+    )
     with pytest.raises(DeadlockError, match="polls mbarrier"):
         run(body, shared=64)
 
@@ -124,8 +142,9 @@ def test_named_barriers_for_some_of_the_warps():
       st.shared.b32 [%r3], %tid;
       bar.arrive 3, 64;
     STORE:
-    """.replace("4, smem;", "4, %r9;").replace("mov.b32 %r1, 7;", "mov.b32 %r1, 7; mov.b32 %r9, "
-                                               "smem;")
+    """.replace("4, smem;", "4, %r9;").replace(
+        "mov.b32 %r1, 7;", "mov.b32 %r1, 7; mov.b32 %r9, smem;"
+    )
     for seed in range(5):
         out = np.zeros(96, np.uint32)
         run(body + STORE, {"out": out}, block=96, shared=128, seed=seed)
@@ -140,8 +159,11 @@ def test_named_barrier_participants_must_agree_on_the_count():
     OTHER:
       bar.sync 1, 96;
     """
-    with pytest.raises(BarrierError, match="named barrier 1 .* for 96 threads, others for 64|"
-                                           "named barrier 1 .* for 64 threads, others for 96"):
+    with pytest.raises(
+        BarrierError,
+        match="named barrier 1 .* for 96 threads, others for 64|"
+        "named barrier 1 .* for 64 threads, others for 96",
+    ):
         run(body, block=64)
 
 
@@ -177,7 +199,9 @@ def test_waiting_at_the_cluster_barrier_without_arriving():
 
 def test_remote_arrivals():
     """Both CTAs arrive at the barrier of CTA 0, which alone waits for it."""
-    body = INIT.format(count=2) + """
+    body = (
+        INIT.format(count=2)
+        + """
       barrier.cluster.arrive.aligned;
       barrier.cluster.wait.aligned;
       mov.b32 %r3, 0;
@@ -186,11 +210,16 @@ def test_remote_arrivals():
       mov.u32 %r5, %cluster_ctarank;
       setp.ne.s32 %p2, %r5, 0;
       @%p2 bra END;
-    """ + WAIT.format(parity=0) + "mov.b32 %r1, 9;" + STORE + """
+    """
+        + WAIT.format(parity=0)
+        + "mov.b32 %r1, 9;"
+        + STORE
+        + """
     END:
       barrier.cluster.arrive.aligned;
       barrier.cluster.wait.aligned;
     """
+    )
     out = np.zeros(32, np.uint32)
     run(body, {"out": out}, grid=2, cluster=2, shared=64)
     assert (out == 9).all()

@@ -30,12 +30,14 @@ def registers(first, count):
 def load_words(first, count, name, stride=128):
     """Words i * stride + 4 * tid of buffer `name` into %r<first + i>."""
     return f"mad.wide.u32 %d1, %tid, 4, %{name};" + "".join(
-        f"ld.global.b32 %r{first + i}, [%d1+{i * stride}];" for i in range(count))
+        f"ld.global.b32 %r{first + i}, [%d1+{i * stride}];" for i in range(count)
+    )
 
 
 def store_words(first, count, name, stride=128):
     return f"mad.wide.u32 %d1, %tid, 4, %{name};" + "".join(
-        f"st.global.b32 [%d1+{i * stride}], %r{first + i};" for i in range(count))
+        f"st.global.b32 [%d1+{i * stride}], %r{first + i};" for i in range(count)
+    )
 
 
 def c_fragment(matrix):
@@ -50,22 +52,42 @@ def c_fragment(matrix):
 def a_words(matrix):
     """Registers (i, lane) of a 16 x 16 half operand, from the PTX ISA's figure."""
     lane = np.arange(32)
-    return np.array([np.stack([matrix[lane // 4 + 8 * (i % 2), lane % 4 * 2 + 8 * (i // 2) + e]
-                               for e in (0, 1)], 1).copy().view(np.uint32).reshape(-1)
-                     for i in range(4)])
+    return np.array(
+        [
+            np.stack(
+                [matrix[lane // 4 + 8 * (i % 2), lane % 4 * 2 + 8 * (i // 2) + e] for e in (0, 1)],
+                1,
+            )
+            .copy()
+            .view(np.uint32)
+            .reshape(-1)
+            for i in range(4)
+        ]
+    )
 
 
 def test_mma_sync():
     a, b = halves(16, 16), halves(16, 8)
     c = RANDOM.integers(-9, 9, (16, 8)).astype(np.float32)
     lane = np.arange(32)
-    b_words = np.array([np.stack([b[lane % 4 * 2 + 8 * i + e, lane // 4] for e in (0, 1)], 1)
-                        .copy().view(np.uint32).reshape(-1) for i in range(2)])
+    b_words = np.array(
+        [
+            np.stack([b[lane % 4 * 2 + 8 * i + e, lane // 4] for e in (0, 1)], 1)
+            .copy()
+            .view(np.uint32)
+            .reshape(-1)
+            for i in range(2)
+        ]
+    )
     out = np.zeros((4, 32), np.float32)
-    run(load_words(0, 4, "a") + load_words(4, 2, "b") + load_words(8, 4, "c")
+    run(
+        load_words(0, 4, "a")
+        + load_words(4, 2, "b")
+        + load_words(8, 4, "c")
         + f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {registers(12, 4)}, "
-          f"{registers(0, 4)}, {registers(4, 2)}, {registers(8, 4)};" + store_words(12, 4, "out"),
-        {"a": a_words(a), "b": b_words, "c": c_fragment(c), "out": out})
+        f"{registers(0, 4)}, {registers(4, 2)}, {registers(8, 4)};" + store_words(12, 4, "out"),
+        {"a": a_words(a), "b": b_words, "c": c_fragment(c), "out": out},
+    )
     expected = a.astype(np.float32) @ b.astype(np.float32) + c
     np.testing.assert_array_equal(out, c_fragment(expected))
 
@@ -78,11 +100,14 @@ def test_mma_sync_tf32_drops_low_bits():
     a_reg = np.array([a[lane // 4 + 8 * (i % 2), lane % 4 + 4 * (i // 2)] for i in range(4)])
     b_reg = np.array([b[lane % 4 + 4 * i, lane // 4] for i in range(2)])
     out = np.zeros((4, 32), np.float32)
-    run(load_words(0, 4, "a") + load_words(4, 2, "b") + "".join(f"mov.b32 %r{i}, 0;"
-                                                                for i in range(8, 12))
+    run(
+        load_words(0, 4, "a")
+        + load_words(4, 2, "b")
+        + "".join(f"mov.b32 %r{i}, 0;" for i in range(8, 12))
         + f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {registers(12, 4)}, "
-          f"{registers(0, 4)}, {registers(4, 2)}, {registers(8, 4)};" + store_words(12, 4, "out"),
-        {"a": a_reg, "b": b_reg, "out": out})
+        f"{registers(0, 4)}, {registers(4, 2)}, {registers(8, 4)};" + store_words(12, 4, "out"),
+        {"a": a_reg, "b": b_reg, "out": out},
+    )
     np.testing.assert_array_equal(out, c_fragment(cut))
 
 
@@ -96,10 +121,15 @@ def test_stmatrix_and_ldmatrix(transposed):
     words = np.ascontiguousarray(words).view(np.uint32).reshape(4, 32)
     out = np.zeros((4, 32), np.uint32)
     trans = ".trans" if transposed else ""
-    run("mov.b32 %r20, smem; mad.lo.s32 %r21, %tid, 16, %r20;" + load_words(0, 4, "x")
+    run(
+        "mov.b32 %r20, smem; mad.lo.s32 %r21, %tid, 16, %r20;"
+        + load_words(0, 4, "x")
         + f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r21], {registers(0, 4)}; bar.warp.sync -1;"
         + f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {registers(4, 4)}, [%r21];"
-        + store_words(4, 4, "out"), {"x": words, "out": out}, shared=512)
+        + store_words(4, 4, "out"),
+        {"x": words, "out": out},
+        shared=512,
+    )
     got = out.view(np.uint16).reshape(4, 8, 4, 2).reshape(4, 8, 8)
     np.testing.assert_array_equal(got, x.transpose(0, 2, 1) if transposed else x)
 
@@ -129,8 +159,10 @@ def smem_image(matrix, start):
 
 def fill(name, offset, words, threads=128):
     """Copies a buffer of words to shared memory at smem + offset."""
-    code = f"add.s32 %r21, %r20, {offset}; mad.lo.s32 %r22, %tid, 4, %r21;" \
-           f"mad.wide.u32 %d1, %tid, 4, %{name};"
+    code = (
+        f"add.s32 %r21, %r20, {offset}; mad.lo.s32 %r22, %tid, 4, %r21;"
+        f"mad.wide.u32 %d1, %tid, 4, %{name};"
+    )
     for i in range(0, words, threads):
         code += f"ld.global.b32 %r23, [%d1+{4 * i}]; st.shared.b32 [%r22+{4 * i}], %r23;"
     return code
@@ -138,8 +170,10 @@ def fill(name, offset, words, threads=128):
 
 def descriptor(register, offset, high):
     """Matrix descriptor of smem + offset in a 64-bit register."""
-    return f"add.s32 %r24, %r20, {offset}; and.b32 %r24, %r24, 0x3FFFF; shr.u32 %r24, %r24, 4;" \
-           f"or.b32 %r24, %r24, 0x10000; mov.b64 {register}, {{%r24, {high}}};"
+    return (
+        f"add.s32 %r24, %r20, {offset}; and.b32 %r24, %r24, 0x3FFFF; shr.u32 %r24, %r24, 4;"
+        f"or.b32 %r24, %r24, 0x10000; mov.b64 {register}, {{%r24, {high}}};"
+    )
 
 
 WGMMA_HIGH = 0x40000040
@@ -149,16 +183,25 @@ ZEROS = "".join(f"mov.b32 %r{100 + i}, 0;" for i in range(8))
 
 
 def wgmma(d, a, b, accumulate="%p5", tail="1, 1, 0, 0"):
-    return f"wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {registers(d, 8)}, {a}, {b}, " \
-           f"{accumulate}, {tail};"
+    return (
+        f"wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {registers(d, 8)}, {a}, {b}, "
+        f"{accumulate}, {tail};"
+    )
 
 
 def wgmma_setup():
-    return "mov.b32 %r20, smem; setp.eq.s32 %p5, %tid, %tid;" + fill("a", 0, 2048) \
-        + fill("b", 8192, 512) + FENCE + descriptor("%d10", 0, WGMMA_HIGH) \
-        + descriptor("%d11", 8192, WGMMA_HIGH) \
-        + descriptor("%d12", 32, WGMMA_HIGH) + descriptor("%d13", 8192 + 32, WGMMA_HIGH) + ZEROS \
+    return (
+        "mov.b32 %r20, smem; setp.eq.s32 %p5, %tid, %tid;"
+        + fill("a", 0, 2048)
+        + fill("b", 8192, 512)
+        + FENCE
+        + descriptor("%d10", 0, WGMMA_HIGH)
+        + descriptor("%d11", 8192, WGMMA_HIGH)
+        + descriptor("%d12", 32, WGMMA_HIGH)
+        + descriptor("%d13", 8192 + 32, WGMMA_HIGH)
+        + ZEROS
         + "wgmma.fence.sync.aligned;"
+    )
 
 
 FINISH = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
@@ -166,8 +209,11 @@ FINISH = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
 
 def wgmma_buffers():
     a, b = halves(64, 64), halves(16, 64)
-    return a, b, {"a": smem_image(a, 1024), "b": smem_image(b, 1024),
-                  "out": np.zeros((8, 128), np.float32)}
+    return (
+        a,
+        b,
+        {"a": smem_image(a, 1024), "b": smem_image(b, 1024), "out": np.zeros((8, 128), np.float32)},
+    )
 
 
 @POLICIES
@@ -177,17 +223,24 @@ def test_wgmma(from_registers, completion):
     first = "%d10"
     body = wgmma_setup()
     if from_registers:
-        buffers["frag"] = np.concatenate([a_words(a[16 * w:16 * w + 16, :16]) for w in range(4)], 1)
-        body += load_words(60, 4, "frag", 512) + "wgmma.fence.sync.aligned;" \
+        buffers["frag"] = np.concatenate(
+            [a_words(a[16 * w : 16 * w + 16, :16]) for w in range(4)], 1
+        )
+        body += (
+            load_words(60, 4, "frag", 512)
+            + "wgmma.fence.sync.aligned;"
             + wgmma(100, registers(60, 4), "%d11", tail="1, 1, 0")
+        )
     else:
         body += wgmma(100, first, "%d11")
     body += wgmma(100, "%d12", "%d13") + FINISH + store_words(100, 8, "out", 512)
     run(body, buffers, block=128, shared=WGMMA_SHARED, completion=completion)
     expected = a[:, :32].astype(np.float32) @ b[:, :32].astype(np.float32).T
     for warp in range(4):
-        np.testing.assert_array_equal(buffers["out"][:, 32 * warp:32 * warp + 32],
-                                      c_fragment(expected[16 * warp:16 * warp + 16]))
+        np.testing.assert_array_equal(
+            buffers["out"][:, 32 * warp : 32 * warp + 32],
+            c_fragment(expected[16 * warp : 16 * warp + 16]),
+        )
 
 
 def wgmma_fails(error, message, body, **options):
@@ -198,32 +251,56 @@ def wgmma_fails(error, message, body, **options):
 
 
 def test_wgmma_results_are_not_there_before_the_wait():
-    body = wgmma_setup() + wgmma(100, "%d10", "%d11") + "wgmma.commit_group.sync.aligned;" \
-        + "add.f32 %r1, %r100, %r101;" + FINISH
-    error = wgmma_fails(AsyncHazardError, r"add.f32 \(line \d+\) touches registers of the wgmma "
-                        r"issued by CTA 0 warp \d at line \d+ before wgmma.wait_group", body)
+    body = (
+        wgmma_setup()
+        + wgmma(100, "%d10", "%d11")
+        + "wgmma.commit_group.sync.aligned;"
+        + "add.f32 %r1, %r100, %r101;"
+        + FINISH
+    )
+    error = wgmma_fails(
+        AsyncHazardError,
+        r"add.f32 \(line \d+\) touches registers of the wgmma "
+        r"issued by CTA 0 warp \d at line \d+ before wgmma.wait_group",
+        body,
+    )
     assert error.place.line == line_of(body, "add.f32", ["a", "b", "out"], WGMMA_SHARED)
 
 
 def test_wgmma_operand_registers_may_not_change_before_the_wait():
-    body = wgmma_setup() + wgmma(100, registers(60, 4), "%d11", tail="1, 1, 0") \
-        + "mov.b32 %r61, 0;" + FINISH
+    body = (
+        wgmma_setup()
+        + wgmma(100, registers(60, 4), "%d11", tail="1, 1, 0")
+        + "mov.b32 %r61, 0;"
+        + FINISH
+    )
     wgmma_fails(AsyncHazardError, "mov.b32 .* touches registers of the wgmma", body)
 
 
 def test_wgmma_operands_in_shared_memory_may_not_change_before_the_wait():
-    body = wgmma_setup() + wgmma(100, "%d10", "%d11") + "wgmma.commit_group.sync.aligned;" \
-        + "st.shared.b32 [%r20+8192], %tid;" + FINISH
+    body = (
+        wgmma_setup()
+        + wgmma(100, "%d10", "%d11")
+        + "wgmma.commit_group.sync.aligned;"
+        + "st.shared.b32 [%r20+8192], %tid;"
+        + FINISH
+    )
     wgmma_fails(AsyncHazardError, "is overwritten while the wgmma", body)
 
 
 def test_wgmma_reads_only_what_a_fence_published():
-    wgmma_fails(ProxyFenceError, "the wgmma issued by",
-                wgmma_setup().replace("fence.proxy.async.shared::cta;", "")
-                + wgmma(100, "%d10", "%d11") + FINISH)
-    wgmma_fails(UninitializedReadError, "the wgmma issued by .* never written",
-                wgmma_setup().replace(fill("b", 8192, 512), "") + wgmma(100, "%d10", "%d11")
-                + FINISH)
+    wgmma_fails(
+        ProxyFenceError,
+        "the wgmma issued by",
+        wgmma_setup().replace("fence.proxy.async.shared::cta;", "")
+        + wgmma(100, "%d10", "%d11")
+        + FINISH,
+    )
+    wgmma_fails(
+        UninitializedReadError,
+        "the wgmma issued by .* never written",
+        wgmma_setup().replace(fill("b", 8192, 512), "") + wgmma(100, "%d10", "%d11") + FINISH,
+    )
 
 
 # tcgen05.
@@ -255,24 +332,39 @@ TCGEN_SHARED = 1024 + 16384 + 4096
 
 
 def tcgen_setup():
-    return ALLOCATE + fill("a", 1024, 4096) + fill("b", 1024 + 16384, 1024) + FENCE \
-        + descriptor("%d10", 1024, TCGEN_HIGH) + descriptor("%d11", 1024 + 16384, TCGEN_HIGH) \
-        + descriptor("%d12", 1024 + 32, TCGEN_HIGH) \
+    return (
+        ALLOCATE
+        + fill("a", 1024, 4096)
+        + fill("b", 1024 + 16384, 1024)
+        + FENCE
+        + descriptor("%d10", 1024, TCGEN_HIGH)
+        + descriptor("%d11", 1024 + 16384, TCGEN_HIGH)
+        + descriptor("%d12", 1024 + 32, TCGEN_HIGH)
         + descriptor("%d13", 1024 + 16384 + 32, TCGEN_HIGH)
+    )
 
 
 def mma(a, b, accumulate):
     return f"@%p20 tcgen05.mma.cta_group::1.kind::f16 [%r30], {a}, {b}, {IDESC}, {accumulate};"
 
 
-LOAD_D = f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {registers(100, 32)}, [%r31];" \
-         "tcgen05.wait::ld.sync.aligned;"
+LOAD_D = (
+    f"tcgen05.ld.sync.aligned.32x32b.x32.b32 {registers(100, 32)}, [%r31];"
+    "tcgen05.wait::ld.sync.aligned;"
+)
 
 
 def tcgen_buffers():
     a, b = halves(128, 64), halves(32, 64)
-    return a, b, {"a": smem_image(a, 2048), "b": smem_image(b, 2048),
-                  "out": np.zeros((32, 128), np.float32)}
+    return (
+        a,
+        b,
+        {
+            "a": smem_image(a, 2048),
+            "b": smem_image(b, 2048),
+            "out": np.zeros((32, 128), np.float32),
+        },
+    )
 
 
 def tcgen_run(body, buffers=None, **options):
@@ -283,16 +375,22 @@ def tcgen_run(body, buffers=None, **options):
 def test_tcgen05_multiply_from_shared_memory(completion):
     a, b, buffers = tcgen_buffers()
     body = tcgen_setup() + mma("%d10", "%d11", 0) + mma("%d12", "%d13", 1) + COMMIT + WAIT + LOAD_D
-    tcgen_run(body + store_words(100, 32, "out", 512) + FREE, buffers, completion=completion,
-              strict_ld=True)
+    tcgen_run(
+        body + store_words(100, 32, "out", 512) + FREE,
+        buffers,
+        completion=completion,
+        strict_ld=True,
+    )
     expected = a[:, :32].astype(np.float32) @ b[:, :32].astype(np.float32).T
     np.testing.assert_array_equal(buffers["out"], expected.T)
 
 
-STORE_A = "mad.wide.u32 %d1, %tid, 4, %p;" + "".join(
-    f"ld.global.b32 %r{60 + i}, [%d1+{512 * i}];" for i in range(8)) \
-    + "add.s32 %r32, %r31, 32;" \
+STORE_A = (
+    "mad.wide.u32 %d1, %tid, 4, %p;"
+    + "".join(f"ld.global.b32 %r{60 + i}, [%d1+{512 * i}];" for i in range(8))
+    + "add.s32 %r32, %r31, 32;"
     + f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%r32], {registers(60, 8)};"
+)
 
 
 @POLICIES
@@ -300,26 +398,39 @@ def test_tcgen05_multiply_from_tensor_memory(completion):
     _, b, buffers = tcgen_buffers()
     p = halves(128, 16)
     buffers["p"] = np.ascontiguousarray(p.view(np.uint32).T)
-    body = tcgen_setup() + STORE_A + """
+    body = (
+        tcgen_setup()
+        + STORE_A
+        + """
       tcgen05.wait::st.sync.aligned;
       bar.sync 0;
       add.s32 %r33, %r30, 32;
-    """ + mma("[%r33]", "%d11", 0) + COMMIT + WAIT + LOAD_D
+    """
+        + mma("[%r33]", "%d11", 0)
+        + COMMIT
+        + WAIT
+        + LOAD_D
+    )
     tcgen_run(body + store_words(100, 32, "out", 512) + FREE, buffers, completion=completion)
     expected = p.astype(np.float32) @ b[:, :16].astype(np.float32).T
     np.testing.assert_array_equal(buffers["out"], expected.T)
 
 
-@pytest.mark.parametrize("shape, repeat, count", [
-    ("16x64b", 4, 4), ("16x128b", 2, 4), ("16x256b", 1, 4)])
+@pytest.mark.parametrize(
+    "shape, repeat, count", [("16x64b", 4, 4), ("16x128b", 2, 4), ("16x256b", 1, 4)]
+)
 def test_tmem_loads_are_the_inverse_of_stores(shape, repeat, count):
     x, out = np.arange(128, dtype=np.uint32).reshape(4, 32), np.zeros((4, 32), np.uint32)
-    run(ALLOCATE + load_words(60, count, "x")
+    run(
+        ALLOCATE
+        + load_words(60, count, "x")
         + f"tcgen05.st.sync.aligned.{shape}.x{repeat}.b32 [%r31], {registers(60, count)};"
-          "tcgen05.wait::st.sync.aligned;"
-          f"tcgen05.ld.sync.aligned.{shape}.x{repeat}.b32 {registers(70, count)}, [%r31];"
-          "tcgen05.wait::ld.sync.aligned;" + store_words(70, count, "out") + FREE,
-        {"x": x, "out": out}, shared=64)
+        "tcgen05.wait::st.sync.aligned;"
+        f"tcgen05.ld.sync.aligned.{shape}.x{repeat}.b32 {registers(70, count)}, [%r31];"
+        "tcgen05.wait::ld.sync.aligned;" + store_words(70, count, "out") + FREE,
+        {"x": x, "out": out},
+        shared=64,
+    )
     np.testing.assert_array_equal(out, x)
 
 
@@ -334,35 +445,62 @@ MULTIPLY = mma("%d10", "%d11", 0)
 
 
 def test_reading_tmem_before_the_commit_is_observed():
-    error = tcgen_fails(AsyncHazardError, r"tcgen05.ld.* reads TMEM lane \d+ column 0 while the "
-                        r"tcgen05.mma.* issued by CTA 0 warp 0 at line \d+ may still write it",
-                        tcgen_setup() + MULTIPLY + COMMIT + "bar.sync 0;" + LOAD_D + WAIT + FREE)
+    error = tcgen_fails(
+        AsyncHazardError,
+        r"tcgen05.ld.* reads TMEM lane \d+ column 0 while the "
+        r"tcgen05.mma.* issued by CTA 0 warp 0 at line \d+ may still write it",
+        tcgen_setup() + MULTIPLY + COMMIT + "bar.sync 0;" + LOAD_D + WAIT + FREE,
+    )
     assert error.place is not None
 
 
 def test_accumulating_in_tmem_that_nothing_wrote():
-    tcgen_fails(UninitializedReadError, "accumulating.* reads TMEM lane 0 column 0",
-                tcgen_setup() + mma("%d10", "%d11", 1) + COMMIT + WAIT + FREE)
+    tcgen_fails(
+        UninitializedReadError,
+        "accumulating.* reads TMEM lane 0 column 0",
+        tcgen_setup() + mma("%d10", "%d11", 1) + COMMIT + WAIT + FREE,
+    )
 
 
 def test_tmem_store_without_wait_st():
     _, _, buffers = tcgen_buffers()
     buffers["p"] = np.zeros((8, 128), np.uint32)
     with pytest.raises(AsyncHazardError, match="stored without tcgen05.wait::st"):
-        tcgen_run(tcgen_setup() + STORE_A + "bar.sync 0; add.s32 %r33, %r30, 32;"
-                  + mma("[%r33]", "%d11", 0) + COMMIT + WAIT + FREE, buffers)
+        tcgen_run(
+            tcgen_setup()
+            + STORE_A
+            + "bar.sync 0; add.s32 %r33, %r30, 32;"
+            + mma("[%r33]", "%d11", 0)
+            + COMMIT
+            + WAIT
+            + FREE,
+            buffers,
+        )
 
 
 def test_overwriting_an_operand_before_the_commit_is_observed():
-    tcgen_fails(AsyncHazardError, "is overwritten while the tcgen05.mma",
-                tcgen_setup() + MULTIPLY + COMMIT + "bar.sync 0; st.shared.b32 [%r20+1024], %tid;"
-                + WAIT + FREE)
+    tcgen_fails(
+        AsyncHazardError,
+        "is overwritten while the tcgen05.mma",
+        tcgen_setup()
+        + MULTIPLY
+        + COMMIT
+        + "bar.sync 0; st.shared.b32 [%r20+1024], %tid;"
+        + WAIT
+        + FREE,
+    )
 
 
 def test_operands_need_a_proxy_fence():
-    tcgen_fails(ProxyFenceError, "the tcgen05.mma",
-                tcgen_setup().replace("fence.proxy.async.shared::cta;", "") + MULTIPLY + COMMIT
-                + WAIT + FREE)
+    tcgen_fails(
+        ProxyFenceError,
+        "the tcgen05.mma",
+        tcgen_setup().replace("fence.proxy.async.shared::cta;", "")
+        + MULTIPLY
+        + COMMIT
+        + WAIT
+        + FREE,
+    )
 
 
 def test_a_forgotten_commit_is_a_deadlock():
@@ -370,29 +508,49 @@ def test_a_forgotten_commit_is_a_deadlock():
 
 
 def test_strict_ld_wants_wait_ld():
-    body = tcgen_setup() + MULTIPLY + COMMIT + WAIT + LOAD_D.replace(
-        "tcgen05.wait::ld.sync.aligned;", "add.f32 %r1, %r100, %r101;") + FREE
+    body = (
+        tcgen_setup()
+        + MULTIPLY
+        + COMMIT
+        + WAIT
+        + LOAD_D.replace("tcgen05.wait::ld.sync.aligned;", "add.f32 %r1, %r100, %r101;")
+        + FREE
+    )
     tcgen_run(body)
-    tcgen_fails(AsyncHazardError, "touches registers of tcgen05.ld at line .* before "
-                "tcgen05.wait::ld", body, strict_ld=True)
+    tcgen_fails(
+        AsyncHazardError,
+        "touches registers of tcgen05.ld at line .* before tcgen05.wait::ld",
+        body,
+        strict_ld=True,
+    )
 
 
 def test_allocation_faults():
     tcgen_fails(TensorMemoryError, r"exits with TMEM columns \{0: 64\} allocated", ALLOCATE)
-    tcgen_fails(TensorMemoryError, "not allocated",
-                ALLOCATE + f"add.s32 %r31, %r31, 64; {LOAD_D}" + FREE)
-    tcgen_fails(TensorMemoryError, r"at TMEM lane \d+: the warp reaches lanes",
-                ALLOCATE + f"add.s32 %r31, %r31, 0x100000; {LOAD_D}" + FREE)
+    tcgen_fails(
+        TensorMemoryError, "not allocated", ALLOCATE + f"add.s32 %r31, %r31, 64; {LOAD_D}" + FREE
+    )
+    tcgen_fails(
+        TensorMemoryError,
+        r"at TMEM lane \d+: the warp reaches lanes",
+        ALLOCATE + f"add.s32 %r31, %r31, 0x100000; {LOAD_D}" + FREE,
+    )
     tcgen_fails(TensorMemoryError, "dealloc of 32 columns", ALLOCATE + FREE.replace("64;", "32;"))
     tcgen_fails(TensorMemoryError, "power of two", ALLOCATE.replace("64;", "48;"))
-    tcgen_fails(DeadlockError, "waits for 512 free TMEM columns", ALLOCATE
-                + "@%p21 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r20+16], 512;")
+    tcgen_fails(
+        DeadlockError,
+        "waits for 512 free TMEM columns",
+        ALLOCATE + "@%p21 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r20+16], 512;",
+    )
     tcgen_fails(UninitializedReadError, "reads TMEM lane", ALLOCATE + LOAD_D + FREE)
 
 
 def test_unknown_descriptors_are_named():
-    tcgen_fails(UnknownInstructionError, "instruction descriptor 0x.*types",
-                tcgen_setup() + MULTIPLY.replace(str(IDESC), str(IDESC | 7 << 7)) + COMMIT + WAIT)
+    tcgen_fails(
+        UnknownInstructionError,
+        "instruction descriptor 0x.*types",
+        tcgen_setup() + MULTIPLY.replace(str(IDESC), str(IDESC | 7 << 7)) + COMMIT + WAIT,
+    )
 
 
 # Two CTAs: each holds half the rows of A and half the columns of B.
@@ -405,39 +563,56 @@ def test_tcgen05_multiply_over_two_ctas(rows, completion):
     a, b = halves(rows, 64), halves(32, 64)
     half = rows // 2
     buffers = {
-        "a": np.stack([smem_image(a[half * r:half * r + half], 2048) for r in (0, 1)]),
-        "b": np.stack([smem_image(b[16 * r:16 * r + 16], 2048) for r in (0, 1)]),
-        "out": np.zeros((2, 32, 128), np.float32)}
+        "a": np.stack([smem_image(a[half * r : half * r + half], 2048) for r in (0, 1)]),
+        "b": np.stack([smem_image(b[16 * r : 16 * r + 16], 2048) for r in (0, 1)]),
+        "out": np.zeros((2, 32, 128), np.float32),
+    }
     idesc = 1 << 4 | (32 // 8) << 17 | (rows // 16) << 24
     columns = 32 if rows == 256 else 16
-    load = LOAD_D.replace(".x32", f".x{columns}").replace(registers(100, 32),
-                                                          registers(100, columns))
-    body = ALLOCATE.replace("cta_group::1", "cta_group::2") + f"""
+    load = LOAD_D.replace(".x32", f".x{columns}").replace(
+        registers(100, 32), registers(100, columns)
+    )
+    body = (
+        ALLOCATE.replace("cta_group::1", "cta_group::2")
+        + f"""
       mov.u32 %r40, %cluster_ctarank;
       mad.wide.u32 %a, %r40, {half * 128}, %a;
       mad.wide.u32 %b, %r40, 2048, %b;
       mad.wide.u32 %out, %r40, 16384, %out;
-    """ + fill("a", 1024, half * 32) + fill("b", 1024 + 16384, 512) + FENCE + """
+    """
+        + fill("a", 1024, half * 32)
+        + fill("b", 1024 + 16384, 512)
+        + FENCE
+        + """
       barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
       and.b32 %r20, %r20, 0xFFFFFF;
-    """ + descriptor("%d10", 1024, TCGEN_HIGH) + descriptor("%d11", 1024 + 16384, TCGEN_HIGH) \
+    """
+        + descriptor("%d10", 1024, TCGEN_HIGH)
+        + descriptor("%d11", 1024 + 16384, TCGEN_HIGH)
         + """
       setp.eq.s32 %p22, %r40, 0;
       and.pred %p22, %p22, %p20;
       mov.b16 %h1, 3;
-    """ + f"""
+    """
+        + f"""
       @%p22 tcgen05.mma.cta_group::2.kind::f16 [%r30], %d10, %d11, {idesc}, {registers(0, 8)}, 0;
       @%p22 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64
         [%r20], %h1;
-    """ + "mov.b32 %r41, smem; mov.b32 %r20, %r41;" \
-        + WAIT + load + store_words(100, columns, "out", 512) + """
+    """
+        + "mov.b32 %r41, smem; mov.b32 %r20, %r41;"
+        + WAIT
+        + load
+        + store_words(100, columns, "out", 512)
+        + """
       barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
-    """ + FREE.replace("cta_group::1", "cta_group::2")
+    """
+        + FREE.replace("cta_group::1", "cta_group::2")
+    )
     body = "".join(f"mov.b32 %r{i}, 0;" for i in range(8)) + body
     run(body, buffers, block=128, grid=2, cluster=2, shared=TCGEN_SHARED, completion=completion)
     product = a[:, :16].astype(np.float32) @ b[:, :16].astype(np.float32).T
     for rank in (0, 1):
-        mine, got = product[half * rank:half * rank + half], buffers["out"][rank]
+        mine, got = product[half * rank : half * rank + half], buffers["out"][rank]
         if rows == 128:
             # 64 rows per CTA: columns 16.. lie in lanes 64..
             got = np.concatenate([got[:16, :64], got[:16, 64:]])

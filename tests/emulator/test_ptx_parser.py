@@ -46,8 +46,9 @@ def test_addresses():
     assert isinstance(address, Address) and address.offset == -8
     assert isinstance(address.base, Register)
     assert operands("ld.shared.b32 %r1, [smem + 0x10];")[1] == Address(Symbol("smem"), 16)
-    tensor = operands("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group "
-                      "[%d1, {%r1, %r2}], [%r3];")[0]
+    tensor = operands(
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d1, {%r1, %r2}], [%r3];"
+    )[0]
     assert len(tensor.rest[0].items) == 2
 
 
@@ -67,11 +68,14 @@ def test_comments_keep_the_line_numbers():
     assert text.split("\n")[instruction.line - 1].strip().startswith("add.s32")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("bra NOWHERE;", "label NOWHERE is not defined"),
-    ("add.s32 %r1, %r2, %q9;", "%q9"),
-    (".reg .b77 %z;", "b77"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("bra NOWHERE;", "label NOWHERE is not defined"),
+        ("add.s32 %r1, %r2, %q9;", "%q9"),
+        (".reg .b77 %z;", "b77"),
+    ],
+)
 def test_syntax_errors_name_the_line(text, message):
     with pytest.raises(PtxSyntaxError, match=message) as caught:
         body("\n\n" + text)

@@ -25,8 +25,15 @@ END:
 
 
 def launch(address, **changes):
-    return Launch(**{"grid": (1, 1, 1), "block": (96, 1, 1), "kernel": "test",
-                     "params": (int(address).to_bytes(8, "little"),)} | changes)
+    return Launch(
+        **{
+            "grid": (1, 1, 1),
+            "block": (96, 1, 1),
+            "kernel": "test",
+            "params": (int(address).to_bytes(8, "little"),),
+        }
+        | changes
+    )
 
 
 def test_launch_survives_json():
@@ -35,8 +42,15 @@ def test_launch_survives_json():
 
 
 def test_launch_from_record_mode():
-    record = {"kernel": "test", "grid": (2, 1, 1), "block": (96, 1, 1), "cluster": (2, 1, 1),
-              "shared_bytes": 16, "is_cooperative": False, "params": [b"12345678"]}
+    record = {
+        "kernel": "test",
+        "grid": (2, 1, 1),
+        "block": (96, 1, 1),
+        "cluster": (2, 1, 1),
+        "shared_bytes": 16,
+        "is_cooperative": False,
+        "params": [b"12345678"],
+    }
     got = Launch.from_record(record)
     assert got.grid == (2, 1, 1) and got.params == (b"12345678",) and got.kernel == "test"
 
@@ -92,6 +106,8 @@ def test_command_line_prints_counters(tmp_path, capsys):
 
 
 def test_the_emulator_needs_only_numpy():
-    code = "import sys, jax_fa.emulator.run as r; " \
-           "bad = {'cutlass', 'torch', 'scipy'} & set(sys.modules); assert not bad, bad"
+    code = (
+        "import sys, jax_fa.emulator.run as r; "
+        "bad = {'cutlass', 'torch', 'scipy'} & set(sys.modules); assert not bad, bad"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -49,7 +49,8 @@ def test_loops_whose_lanes_leave_one_by_one():
 
 def test_nested_divergence_and_early_exit():
     out = np.zeros(32, np.uint32)
-    run("""
+    run(
+        """
       setp.ge.u32 %p1, %tid, 16;
       @%p1 bra HIGH;
       and.b32 %r2, %tid, 1;
@@ -64,7 +65,10 @@ def test_nested_divergence_and_early_exit():
       popc.b32 %r3, %r3;
       shl.b32 %r3, %r3, 8;
       or.b32 %r1, %r1, %r3;
-    """ + STORE, {"out": out})
+    """
+        + STORE,
+        {"out": out},
+    )
     tid = np.arange(32)
     expected = np.where(tid >= 16, 2 + (24 << 8), np.where(tid % 2 == 0, 1 + (24 << 8), 0))
     np.testing.assert_array_equal(out, expected)
@@ -74,7 +78,8 @@ def test_shuffles_follow_the_definition():
     lane = np.arange(32)
     shuffle = "add.s32 %r2, %tid, 1000; shfl.sync.{} %r1|%p1, %r2, {}, {}, -1;"
     for mode, b, c, source in [
-        ("idx.b32", 3, 31, np.full(32, 3)), ("bfly.b32", 5, 31, lane ^ 5),
+        ("idx.b32", 3, 31, np.full(32, 3)),
+        ("bfly.b32", 5, 31, lane ^ 5),
         ("down.b32", 4, 31, np.where(lane + 4 < 32, lane + 4, lane)),
         ("up.b32", 4, 0, np.where(lane >= 4, lane - 4, lane)),
         ("idx.b32", 1, 0x1C1F, lane & 28 | 1),
@@ -98,7 +103,8 @@ def test_votes_elect_and_reductions():
 
 
 def test_shared_memory_and_generic_addresses():
-    got = result("""
+    got = result(
+        """
       mov.b32 %r2, smem;
       mad.lo.s32 %r3, %tid, 4, %r2;
       st.shared.b32 [%r3], %tid;
@@ -108,32 +114,43 @@ def test_shared_memory_and_generic_addresses():
       cvt.u64.u32 %d1, %r3;
       cvta.shared.u64 %d1, %d1;
       ld.b32 %r1, [%d1];
-    """, threads=64, shared=256)
+    """,
+        threads=64,
+        shared=256,
+    )
     np.testing.assert_array_equal(got, np.arange(64) ^ 37)
 
 
 def test_vector_loads_and_stores():
     x = np.arange(128, dtype=np.uint32)
     out = np.zeros(128, np.uint32)
-    run("""
+    run(
+        """
       mad.wide.u32 %d1, %tid, 16, %x;
       ld.global.nc.L1::no_allocate.v4.b32 {%r1, %r2, %r3, %r4}, [%d1];
       mad.wide.u32 %d2, %tid, 16, %out;
       st.global.v4.b32 [%d2], {%r4, %r3, %r2, %r1};
-    """, {"x": x, "out": out})
+    """,
+        {"x": x, "out": out},
+    )
     np.testing.assert_array_equal(out.reshape(-1, 4), x.reshape(-1, 4)[:, ::-1])
 
 
 def test_atomics_return_the_old_value_and_serialise():
     counter = np.zeros(4, np.uint32)
     out = np.zeros(64, np.uint32)
-    run("""
+    run(
+        """
       atom.global.add.u32 %r1, [%counter], 2;
       red.global.max.u32 [%counter+4], %tid;
       and.b32 %r2, %tid, 1;
       atom.global.cas.b32 %r3, [%counter+8], 0, 77;
       red.global.add.f32 [%counter+12], 0f3F000000;
-    """ + STORE, {"counter": counter, "out": out}, block=64)
+    """
+        + STORE,
+        {"counter": counter, "out": out},
+        block=64,
+    )
     assert sorted(out.tolist()) == list(range(0, 128, 2))
     assert counter[:3].tolist() == [128, 63, 77] and counter.view(np.float32)[3] == 32
 
@@ -169,8 +186,12 @@ def test_reading_unwritten_shared_memory_is_a_fault():
 
 
 def test_sync_instructions_need_their_members():
-    for instruction in ("shfl.sync.idx.b32 %r1, %r2, 0, 31, -1;", "elect.sync _|%p2, -1;",
-                        "wgmma.fence.sync.aligned;", "bar.sync 0;"):
+    for instruction in (
+        "shfl.sync.idx.b32 %r1, %r2, 0, 31, -1;",
+        "elect.sync _|%p2, -1;",
+        "wgmma.fence.sync.aligned;",
+        "bar.sync 0;",
+    ):
         with pytest.raises(DivergenceError, match=r"executed by"):
             run(f"setp.lt.u32 %p1, %tid, 8; @%p1 bra OVER; {instruction} OVER:")
 

@@ -30,6 +30,9 @@ from jax_fa.kernels.sm90.plan import ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES, backward_plan
 
 
+ROUNDS_PER_BAND = 2
+
+
 class Variant(NamedTuple):
     """What is fixed at compile time."""
 
@@ -379,18 +382,19 @@ def step(
     dout_full = dout.wait_and_advance()
     dp = c.s_mma.make_fragment_C(c.s.shape)
     primitives.multiply(c.s_mma, dp, (c.v, c.dout[None, None, None, dout_full.index]), False)
-    if const_expr(False):
+    is_edge = (at.q_block < work.blocks.full_start) | (at.q_block >= work.blocks.full_end)
+    if is_edge | work.is_partial:
         mask_block(variant, c, work, at)
     p = c.dv_mma.make_fragment_A(c.dv_mma.partition_shape_A((ROWS, variant.config.block_q)))
     exponentiate(c, x.smem.lse2[None, q_full.index], x.scalars.scale_log2, p)
-    warpgroup.wait_group(0)
+    primitives.multiply(c.dv_mma, c.dv, (p, c.dout_rows[None, None, None, dout_full.index]), True)
+    warpgroup.wait_group(1)
     ds = c.dk_mma.make_fragment_A(c.dk_mma.partition_shape_A((ROWS, variant.config.block_q)))
     differentiate(c, x.smem.delta[None, dout_full.index], p, dp)
     primitives.narrow(dp, ds)
     rounded = cute.make_tensor(ds.iterator, dp.layout)
     target = c.ds_target[None, None, None, at.parity]
     cute.copy(c.ds_store, c.ds_store.retile(rounded), target)
-    primitives.multiply(c.dv_mma, c.dv, (p, c.dout_rows[None, None, None, dout_full.index]), True)
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
     take_turn(variant, x, c, work, at)
@@ -720,7 +724,7 @@ def launch_main(
         num_kv_heads * splits,
         splits,
         num_kv_blocks,
-        q_len * (2 * (key.head_dim + key.value_dim) + 4 * key.head_dim) * group,
+        bytes_per_head(variant, (q_len, group, num_kv_blocks), num_sms),
         num_sms,
     )
     scalars = Scalars(
@@ -746,6 +750,19 @@ def launch_main(
         stream=stream,
         min_blocks_per_mp=1,
     )
+
+
+def bytes_per_head(variant: Variant, extents: tuple, num_sms: Int32) -> Int32:
+    """Queries, dO and dQ sums of one key/value head, as the work order counts them.
+
+    Capped so that a band of heads gives every CTA ``ROUNDS_PER_BAND`` tiles: two tiles of unequal
+    length balance each other, one cannot.
+    """
+    key = variant.key
+    q_len, group, num_kv_blocks = extents
+    size_bytes = q_len * group * (2 * (key.head_dim + key.value_dim) + 4 * key.head_dim)
+    heads = ceil_div(ROUNDS_PER_BAND * num_sms, num_kv_blocks)
+    return cutlass.min(size_bytes, tiles.L2_BUDGET_BYTES // heads)
 
 
 def fake_arguments(dtype: type) -> tuple:

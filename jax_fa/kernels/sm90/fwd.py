@@ -322,20 +322,16 @@ def load_partial_v(variant: cutlass.Constexpr, x: Context, copied: tuple, used: 
 @cute.jit
 def take_turn(variant: cutlass.Constexpr, c: Consumer):
     """Waits until the consumer before this one has issued its products."""
-    if const_expr(variant.config.ping_pong):
-        first = variant.plan.barrier("turn0")
-        cute.arch.barrier(barrier_id=first.index + c.index, number_of_threads=first.threads)
+    first = variant.plan.barrier("turn0")
+    cute.arch.barrier(barrier_id=first.index + c.index, number_of_threads=first.threads)
 
 
 @cute.jit
 def pass_turn(variant: cutlass.Constexpr, c: Consumer):
     """Lets the next consumer issue its products."""
-    if const_expr(variant.config.ping_pong):
-        first = variant.plan.barrier("turn0")
-        following = (c.index + 1) % variant.config.num_consumers
-        cute.arch.barrier_arrive(
-            barrier_id=first.index + following, number_of_threads=first.threads
-        )
+    first = variant.plan.barrier("turn0")
+    following = (c.index + 1) % variant.config.num_consumers
+    cute.arch.barrier_arrive(barrier_id=first.index + following, number_of_threads=first.threads)
 
 
 @cute.jit
@@ -400,14 +396,8 @@ def products(variant: cutlass.Constexpr, c: Consumer, q_index: Int32, pipes: Pip
     take_turn(variant, c)
     multiply_qk(variant, c, scores, q_index, k_full.index)
     v_full = v.wait_and_advance()
-    operands = (c.p, c.v[None, None, None, v_full.index])
-    slabs = variant.config.block_kv // 16
-    before_turn = slabs - variant.config.turn_slabs
-    warpgroup.fence()
-    primitives.issue(c.pv, c.out, operands, True, range(before_turn))
+    primitives.multiply(c.pv, c.out, (c.p, c.v[None, None, None, v_full.index]), True)
     pass_turn(variant, c)
-    primitives.issue(c.pv, c.out, operands, True, range(before_turn, slabs))
-    warpgroup.commit_group()
     warpgroup.wait_group(1)
     k_full.release()
     return scores, v_full, k, v
@@ -468,9 +458,8 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
     if work.tile.is_valid:
         c = make_consumer(variant, x)
         q, k, v = pipes.q, pipes.k, pipes.v
-        if const_expr(config.ping_pong):
-            if c.index == config.num_consumers - 1:
-                pass_turn(variant, c)
+        if c.index == config.num_consumers - 1:
+            pass_turn(variant, c)
         q_full = q.wait_and_advance()
         k_full = k.wait_and_advance()
         scores = c.qk.make_fragment_C(c.qk.partition_shape_C((ROWS, config.block_kv)))
@@ -511,10 +500,9 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
         v_full.release()
         store(variant, x, c, (work, q_index), c.state)
         release_q(c, q_full)
-        if const_expr(config.ping_pong):
-            # The turn that the last consumer passed is open; taking it leaves the barrier at rest.
-            if c.index == 0:
-                take_turn(variant, c)
+        # The turn that the last consumer passed is open; taking it leaves the barrier at rest.
+        if c.index == 0:
+            take_turn(variant, c)
 
 
 @cute.jit
