@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 
@@ -15,18 +16,22 @@ class Protocol:
 
     Attributes:
         warmup: untimed runs of each candidate.
-        rounds: timed runs of each.
+        rounds: timed samples of each.
         seconds: no new round begins after this long, once there are ``min_rounds``.
-        min_rounds: timed runs of each, however long they take.
+        min_rounds: timed samples of each, however long they take.
+        calls: runs per sample. A GPU works them off while the host queues the next, so that a
+            sample holds the time of the device, not that of the calls.
     """
 
     warmup: int = 1
     rounds: int = 32
     seconds: float = 20.0
     min_rounds: int = 3
+    calls: int = 1
 
 
 CPU_PROTOCOL = Protocol()
+GPU_PROTOCOL = Protocol(warmup=32, rounds=8, calls=16)
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,16 @@ class Samples:
 def interleaved(
     candidates: Mapping[str, Callable[[], object]], protocol: Protocol
 ) -> dict[str, Samples]:
-    """Times functions that return when their work is done, one of each per round."""
+    """Times functions that return their results, finished or on the way, in turns."""
+
+    def work(run: Callable[[], object], times: int) -> None:
+        result = None
+        for _ in range(times):
+            result = run()
+        jax.block_until_ready(result)
+
     for run in candidates.values():
-        for _ in range(protocol.warmup):
-            run()
+        work(run, protocol.warmup)
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     start = time.perf_counter()
     for round_index in range(protocol.rounds):
@@ -65,6 +76,6 @@ def interleaved(
             break
         for name, run in candidates.items():
             before = time.perf_counter()
-            run()
-            taken[name].append(time.perf_counter() - before)
+            work(run, protocol.calls)
+            taken[name].append((time.perf_counter() - before) / protocol.calls)
     return {name: Samples(tuple(seconds)) for name, seconds in taken.items()}

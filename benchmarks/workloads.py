@@ -7,10 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-Direction = Literal["forward", "forward+backward"]
+Direction = Literal["forward", "backward", "forward+backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
 
-_PRODUCTS = {"forward": 2, "forward+backward": 7}
+_PRODUCTS = {"forward": 2, "backward": 5, "forward+backward": 7}
 """T x S x D products: QK and PV; the backward has QK again, dV, dP, dQ and dK."""
 
 
@@ -83,3 +83,37 @@ CPU_SCALING = tuple(
     Workload("scaling", 1, 0, 0, 2, 2, 64).with_length(length) for length in _SCALING_LENGTHS
 )
 """Two heads, so that the T x S array of an unfused implementation fits at the longest length."""
+
+_GPU_TOKENS = 16384
+_HEADS = {128: (16, 16), 64: (32, 32)}
+"""Query and key/value heads by head size: 2048 features, whatever the head size."""
+
+
+def _gpu(
+    name: str, length: int, head_dim: int, heads: tuple[int, int], is_causal: bool
+) -> Workload:
+    mask = "causal" if is_causal else "full"
+    batch = _GPU_TOKENS // length
+    return Workload(f"{name}_{mask}_{length}", batch, length, length, *heads, head_dim, is_causal)
+
+
+GPU = tuple(
+    _gpu(f"d{head_dim}", length, head_dim, heads, is_causal)
+    for head_dim, heads in _HEADS.items()
+    for is_causal in (False, True)
+    for length in _SCALING_LENGTHS
+)
+"""16384 tokens at every length."""
+
+GPU_GROUPED = tuple(
+    _gpu("gqa" if kv_heads < 32 else "mha", 8192, 128, (32, kv_heads), is_causal)
+    for is_causal in (False, True)
+    for kv_heads in (32, 8)
+)
+"""The same work with and without shared key/value heads."""
+
+GPU_WINDOWED = tuple(
+    replace(_gpu("window", length, 128, (16, 16), True), batch=1, window=(255, 0))
+    for length in _SCALING_LENGTHS[-3:]
+)
+"""256 keys for each query: work should grow with the length, not with its square."""

@@ -183,7 +183,7 @@ def forward(
     """
     call = _for_operations("forward", arguments.dense((query, key, value), options))
     out, lse = operations.forward(call.operands, call.semantics, call.implementation)
-    return (out[0], lse[0]) if call.is_unbatched else (out, lse)
+    return call.as_given(out), call.as_given(lse)
 
 
 def backward(  # noqa: PLR0913 (operands and results of one mathematical operation)
@@ -227,7 +227,7 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
         arguments.result("dlse", dlse, out_shape[:3], jnp.float32),
     )
     grads = operations.backward(operands, call.semantics, saved, cotangents, call.implementation)
-    dqkv = tuple(g[0] if call.is_unbatched else g for g in grads[:3])
+    dqkv = tuple(call.as_given(g) for g in grads[:3])
     return dqkv if grads.sinks is None else (*dqkv, jnp.sum(grads.sinks, axis=0))
 
 
@@ -314,7 +314,7 @@ def _run(call: Call) -> tuple[Array, Array]:
         out, lse = reference.forward(call.operands, call.semantics, call.bias, call.mask)
     else:
         out, lse = vjp.attention(call.operands, call.semantics, call.implementation)
-    return (out[0], lse[0]) if call.is_unbatched else (out, lse)
+    return call.as_given(out), call.as_given(lse)
 
 
 def _without_cudnn(call: Call) -> Call:

@@ -52,7 +52,7 @@ class Call(NamedTuple):
         implementation: what the caller forced, or None.
         bias: [B|1, N|1, T|1, S|1] or None; only the reference path takes it.
         mask: bool, of the same shapes, or None.
-        is_unbatched: the caller's arrays had no batch dimension, so results lose theirs.
+        missing: leading dimensions that the caller's query lacked, so that results lack them too.
     """
 
     operands: Operands
@@ -60,18 +60,23 @@ class Call(NamedTuple):
     implementation: Implementation | None
     bias: Array | None = None
     mask: Array | None = None
-    is_unbatched: bool = False
+    missing: int = 0
+
+    def as_given(self, result: Array) -> Array:
+        """A result with the leading dimensions that the caller's query had."""
+        return result.reshape(result.shape[self.missing :])
 
 
 def dense(qkv: tuple[ArrayLike, ArrayLike, ArrayLike], options: Options) -> Call:
     """Checks a call over [B, T, N, D] (or [T, N, D]) arrays."""
     _check_names(options)
-    shapes = [np.shape(cast(Any, x)) for x in qkv]
-    q, k, v = (_with_rank(jnp.asarray(x), 4) for x in qkv)
+    query, key, value = (jnp.asarray(x) for x in qkv)
+    missing = max(4 - query.ndim, 0)
+    q, k, v = (_with_rank(x, 4) for x in (query, key, value))
     _check_qkv(q, k, v)
     batch, q_len, num_q_heads, _ = q.shape
     kv_len = k.shape[1]
-    given = _Given(options, is_unbatched=len(shapes[0]) == 3)
+    given = _Given(options, is_unbatched=missing > 0)
     q_segments = given.ids("query_segment_ids", (batch, q_len))
     kv_segments = given.ids("key_value_segment_ids", (batch, kv_len))
     _check_pair("query_segment_ids", q_segments, "key_value_segment_ids", kv_segments)
@@ -93,7 +98,7 @@ def dense(qkv: tuple[ArrayLike, ArrayLike, ArrayLike], options: Options) -> Call
         _implementation(options),
         bias=given.pairwise("bias", full),
         mask=given.pairwise("mask", full),
-        is_unbatched=len(shapes[0]) == 3,
+        missing=missing,
     )
 
 

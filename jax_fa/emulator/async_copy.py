@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from jax_fa.emulator.machine import Cta, Operation
 from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT, Claim
 from jax_fa.emulator.ptx import Address, Instruction, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
-from jax_fa.emulator.sync import mbarrier_at
+from jax_fa.emulator.sync import Mbarrier, mbarrier_at
 from jax_fa.emulator.tensor_map import TensorMap, decode_tensor_map, in_range, load_box
 from jax_fa.emulator.values import DTYPES, LANES, UNSIGNED
 from jax_fa.emulator.warp import Wait, Warp
@@ -62,8 +62,10 @@ def groups_of(warp: Warp, unit: str) -> list[Groups]:
     return warp.state[unit]
 
 
-def _issue(warp: Warp, what: str, *phases: Callable[[], None]) -> Operation:
-    return warp.machine.submit(Operation(what, phases, warp.place))
+def _issue(
+    warp: Warp, what: str, *phases: Callable[[], None], signals: Iterable[Mbarrier] = ()
+) -> Operation:
+    return warp.machine.submit(Operation(what, phases, warp.place, signals))
 
 
 def _who(warp: Warp, ins: Instruction, what: str) -> str:
@@ -120,7 +122,7 @@ class _Issue:
             target.shared.end(claim)
             barrier.complete(self.size)
 
-        _issue(self.warp, self.what, land)
+        _issue(self.warp, self.what, land, signals=[barrier])
 
 
 def _lanes(mask: np.ndarray) -> list[int]:
@@ -415,7 +417,7 @@ def _bulk_exchange(
                 there.shared.end(write)
                 barrier.complete(count)
 
-            _issue(warp, what, land)
+            _issue(warp, what, land, signals=[barrier])
             warp.machine.count("bytes cluster copy", count)
 
     return run
@@ -456,6 +458,7 @@ def wait_group(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         return Wait(
             lambda: all(o.finished or (phases is not None and o.done >= phases) for o in pending),
             lambda: f"waits for {len(pending)} operations of {unit} groups",
+            needs=pending,
         )
 
     return run
@@ -529,6 +532,7 @@ def copy_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                     warp.machine.finish(operation)
                 barrier.arrive()
 
-            _issue(warp, _who(warp, ins, "cp.async.mbarrier.arrive"), arrive)
+            what = _who(warp, ins, "cp.async.mbarrier.arrive")
+            _issue(warp, what, arrive, signals=[barrier])
 
     return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +41,7 @@ class Options:
 
     Attributes:
       completion: when asynchronous operations complete: "eager" at their issue, "lazy" only
-        when nothing else can run, "random" at any time.
+        when nothing else can run and a warp waits for it, "random" at any time.
       strict: raise at the first fault found at the exit of a CTA (leaks, unbalanced barriers);
         False collects those in the report.
       strict_ld: tcgen05.ld results may not be used before tcgen05.wait::ld. Off by default,
@@ -69,16 +69,24 @@ class Operation:
       phases: functions; a store has two (its source is read, its destination is written).
       done: phases that have run.
       waited: whether a wait_group covered it.
+      signals: mbarriers that hear of its completion.
     """
 
-    __slots__ = ("what", "phases", "done", "place", "waited")
+    __slots__ = ("what", "phases", "done", "place", "waited", "signals")
 
-    def __init__(self, what: str, phases: tuple[Callable[[], None], ...], place: Place) -> None:
+    def __init__(
+        self,
+        what: str,
+        phases: tuple[Callable[[], None], ...],
+        place: Place,
+        signals: Iterable[Mbarrier] = (),
+    ) -> None:
         self.what = what
         self.phases = phases
         self.done = 0
         self.place = place
         self.waited = False
+        self.signals = tuple(signals)
 
     @property
     def finished(self) -> bool:
@@ -379,10 +387,18 @@ class Machine:
         return None
 
     def _next_pipe(self) -> Hashable:
-        """The pipe whose operation completes when something has to: lazily the oldest."""
-        if self.options.completion == "random":
-            return self.random.choice(list(self.pipes))
-        return next(iter(self.pipes))
+        """The pipe that advances when something has to: lazily one that a warp waits for."""
+        pipes = list(self.pipes)
+        if self.options.completion == "lazy":
+            fragments = [f for c in self.resident for w in c.all_warps for f in w.fragments]
+            needed = set().union(*(f.wait.needs for f in fragments if f.wait is not None))
+            wanted = [
+                key
+                for key, pipe in self.pipes.items()
+                if any(o in needed or not needed.isdisjoint(o.signals) for o in pipe)
+            ]
+            pipes = wanted or pipes
+        return self.random.choice(pipes)
 
     def _admit(self) -> None:
         self.resident.append(Cluster(self, self.waiting.popleft()))

@@ -229,6 +229,7 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             else {(int(addresses[0]), int(phases[0]))}
         )
         waits = [(mbarrier_at(warp, a), p) for a, p in pairs]
+        barriers = [barrier for barrier, _ in waits]
 
         def over() -> bool:
             return all(b.passed(p) if parity else b.phase > p for b, p in waits)
@@ -249,7 +250,7 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         if not blocks or warp.machine.gives_up():
             finish(False)
             if not blocks:
-                return Wait(over, lambda: f"polls {waits[0][0]}", polls=True)
+                return Wait(over, lambda: f"polls {waits[0][0]}", polls=True, needs=barriers)
             return None
         warp.machine.count_wait(warp)
         return Wait(
@@ -262,6 +263,7 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             ),
             finish,
             polls=True,
+            needs=barriers,
         )
 
     return run

@@ -558,6 +558,6 @@ def commit(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 for barrier in barriers:
                     barrier.arrive()
 
-            warp.machine.submit(Operation(who, (arrive,), warp.place), _pipe(warp, group))
+            warp.machine.submit(Operation(who, (arrive,), warp.place, barriers), _pipe(warp, group))
 
     return run

@@ -7,7 +7,7 @@ have arrived or exited; then they go on as one. Fragments of a warp are schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,9 +31,10 @@ class Wait:
       reason: says what is waited for, for the deadlock table.
       resume: called when it goes on, with True, or with False when `polls` and time ran out.
       polls: the instruction may give up and report failure (mbarrier.try_wait).
+      needs: mbarriers and asynchronous operations that could end the wait.
     """
 
-    __slots__ = ("ready", "reason", "resume", "polls")
+    __slots__ = ("ready", "reason", "resume", "polls", "needs")
 
     def __init__(
         self,
@@ -42,11 +43,13 @@ class Wait:
         resume: Callable[[bool], None] | None = None,
         *,
         polls: bool = False,
+        needs: Iterable[object] = (),
     ) -> None:
         self.ready = ready
         self.reason = reason
         self.resume = resume
         self.polls = polls
+        self.needs = frozenset(needs)
 
 
 class Join:

@@ -107,6 +107,9 @@ def head_splits(num_tiles: Any, group: Any, *, minimum: Any = min, maximum: Any 
     return maximum(minimum(wanted, group), 1)
 
 
+TURN_ROWS = 64
+"""Query rows per element of ``turns``; the smallest ``block_q`` of any backward kernel."""
+
 KV_SPLIT_BLOCK = 128
 """Keys per tile in ``head_splits``, whatever the ``block_kv`` of the kernel."""
 
@@ -134,7 +137,7 @@ def scratch_shapes(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
         "dq_sum": ((p.num_q_heads, rows, p.head_dim), "float32"),
         "row_stats": ((2, p.num_q_heads, rows), "float32"),
         "dkv_sums": ((splits if splits > 1 else 0, kv_rows), "float32"),
-        "turns": ((p.num_q_heads, rows // 64 if p.semantics.deterministic else 0), "int32"),
+        "turns": ((p.num_q_heads, rows // TURN_ROWS if p.semantics.deterministic else 0), "int32"),
     }
 
 

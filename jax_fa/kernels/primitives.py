@@ -6,9 +6,11 @@ Fragments follow the accumulator of ``wgmma.m64nNk16``: thread ``t`` of a warpgr
 operand of the next product wants its 16-column slabs in that very order, so P never moves.
 """
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05, warpgroup
 from cutlass.cute.runtime import make_fake_stream, nullptr
 from cutlass.utils import LayoutEnum
 from cutlass.utils.hopper_helpers import get_smem_layout_atom
@@ -16,6 +18,8 @@ from cutlass.utils.hopper_helpers import get_smem_layout_atom
 from jax_fa.kernels import abi
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
+VECTOR = 8
+"""16-bit elements of a 16-byte access."""
 
 
 def smem_layout(
@@ -227,3 +231,106 @@ def stand_ins(params: tuple, element: dict[str, type]) -> tuple:
         else:
             arguments.append(Float32(1.0) if kind == "float32" else Int32(1))
     return tuple(arguments)
+
+
+def make_umma(dtype: type, columns: int, b_major: OperandMajorMode, a_in_tmem: bool) -> object:
+    """One CTA's 128 x ``columns`` tcgen05 product with float32 accumulation in tensor memory."""
+    source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
+    op = tcgen05.MmaF16BF16Op(
+        dtype, Float32, (128, columns, 16), tcgen05.CtaGroup.ONE, source, OperandMajorMode.K, b_major
+    )
+    return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+
+def issue_umma(
+    mma: object, acc: cute.Tensor, operands: tuple, accumulate: Boolean | bool, slabs: range
+) -> None:
+    """Issues the tcgen05.mma of ``acc (+)= A B`` for some 16-wide slabs of the K mode.
+
+    ``operands`` are the fragments A and B, the K mode last. Called by a whole warp. Work of one CTA
+    is done in the order of issue; the commit of an edge tells when.
+    """
+    a, b = operands
+    atom = cute.make_mma_atom(mma.op)
+    for k in slabs:
+        atom.set(tcgen05.Field.ACCUMULATE, True if k > 0 else accumulate)
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+
+
+def tmem_rows(tmem: cute.Pointer, first_column: int, columns: int) -> cute.Tensor:
+    """(128, columns) of tensor memory, in 32-bit words; a lane is a row."""
+    layout = cute.make_layout((128, columns), stride=(1 << 16, 1))
+    return cute.make_tensor(tmem + first_column, layout)
+
+
+class TmemCopy(NamedTuple):
+    """How a thread of a warpgroup moves its row of tensor memory, some columns at a time.
+
+    Attributes:
+        copy: the tiled copy.
+        tmem: (registers, 1, number of pieces), this thread's row.
+        shape: of registers for all pieces; a linear index into them is a column.
+    """
+
+    copy: cute.TiledCopy
+    tmem: cute.Tensor
+    shape: tuple
+
+    def whole_row(self) -> cute.Tensor:
+        """Registers for all pieces."""
+        return cute.make_rmem_tensor(self.shape, Float32)
+
+    def piece(self) -> cute.Tensor:
+        """Registers for one piece."""
+        return cute.make_rmem_tensor(self.shape[:2], Float32)
+
+
+def tmem_load(rows: cute.Tensor, width: int, thread: Int32) -> TmemCopy:
+    """Loads of ``width`` columns of ``rows`` by the ``thread``-th of 128 threads."""
+    op = tcgen05.copy.Ld32x32bOp(tcgen05.copy.Repetition(width))
+    copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), rows)
+    mine = copy.get_slice(thread)
+    registers = mine.partition_D(cute.make_identity_tensor(rows.shape))
+    return TmemCopy(copy, mine.partition_S(rows), registers.shape)
+
+
+def tmem_store(rows: cute.Tensor, width: int, thread: Int32) -> TmemCopy:
+    """Stores of ``width`` columns of ``rows`` by the ``thread``-th of 128 threads."""
+    op = tcgen05.copy.St32x32bOp(tcgen05.copy.Repetition(width))
+    copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), rows)
+    mine = copy.get_slice(thread)
+    registers = mine.partition_S(cute.make_identity_tensor(rows.shape))
+    return TmemCopy(copy, mine.partition_D(rows), registers.shape)
+
+
+def copy_row(source: cute.Tensor, row: cute.Tensor, first: int) -> None:
+    """Stores 16-bit registers from column ``first`` of a row on, 16 bytes at a time."""
+    for i in range(cute.size(source) // VECTOR):
+        target = cute.local_tile(row, (VECTOR,), (first // VECTOR + i,))
+        cute.autovec_copy(cute.local_tile(source, (VECTOR,), (i,)), target)
+
+
+def before_thread_sync():
+    """Orders this thread's tcgen05 operations before what it does next to synchronise."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def after_thread_sync():
+    """Orders this thread's tcgen05 operations after the synchronisation it has just passed."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+def max3(a: Float32, b: Float32, c: Float32) -> Float32:
+    """The largest of three."""
+    return cute.arch.inline_ptx(
+        "max.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+    )
+
+
+def add_to_exponent(value: Float32, whole: Float32) -> Float32:
+    """``value`` times two to the integer in the low bits of ``whole``'s representation."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 shifted; shl.b32 shifted, {$r1}, 23; add.s32 {$w0}, {$r0}, shifted; }",
+        write_only_types=[Float32],
+        read_only_args=[value, whole],
+    )

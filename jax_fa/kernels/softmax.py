@@ -126,7 +126,14 @@ def finish_row(maximum: Float32, total: Float32, scale_log2: Float32, sink: Floa
 
     ``sink`` is one more logit in the denominator, -inf for none.
     """
-    total = quad_sum(total)
+    return finish_whole_row(maximum, quad_sum(total), scale_log2, sink)
+
+
+@cute.jit
+def finish_whole_row(
+    maximum: Float32, total: Float32, scale_log2: Float32, sink: Float32
+) -> RowResult:
+    """``finish_row`` where ``total`` is the whole sum."""
     sink_log2 = sink * LOG2_E
     largest = cute.arch.fmax(maximum * scale_log2, sink_log2)
     reference = Float32(0.0) if largest == -Float32.inf else largest
@@ -198,3 +205,131 @@ def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int3
         key = keys[cutlass.min(primitives.column_of(i), last)]
         for row in cutlass.range_constexpr(ROWS):
             scores[row, i] = scores[row, i] if key == row_ids[row] else -Float32.inf
+
+
+# What follows is for threads that hold one whole row each, in column order.
+
+
+@cute.jit
+def whole_row_max(scores: cute.Tensor) -> Float32:
+    """Maximum of a row, two scores at a time, over four independent chains."""
+    chains = [cute.arch.fmax(scores[2 * i], scores[2 * i + 1]) for i in range(4)]
+    for i in cutlass.range_constexpr(4, cute.size(scores) // 2):
+        chains[i % 4] = primitives.max3(chains[i % 4], scores[2 * i], scores[2 * i + 1])
+    return cute.arch.fmax(primitives.max3(chains[0], chains[1], chains[2]), chains[3])
+
+
+class Raised(NamedTuple):
+    """A row's new maximum, and the factor by which all that is relative to the old one shrinks."""
+
+    maximum: Float32
+    shrink: Float32
+
+
+@cute.jit
+def raise_maximum(
+    before: Float32, block: Float32, scale_log2: Float32, tolerance_log2: cutlass.Constexpr[float]
+) -> Raised:
+    """Takes in the maximum of another block; keeps the old one while it is not exceeded by much.
+
+    Unless ``before`` is kept, the result is the true maximum; -inf while no key was visible.
+    """
+    maximum = cute.arch.fmax(before, block)
+    # (-inf) - (-inf) is NaN, which is not within tolerance.
+    is_within = (maximum - before) * scale_log2 <= tolerance_log2
+    difference = before * scale_log2 - reference_log2(maximum, scale_log2)
+    shrink = Float32(1.0) if is_within else cute.math.exp2(difference, fastmath=True)
+    maximum = before if is_within else maximum
+    return Raised(maximum, shrink)
+
+
+@cute.jit
+def reference_log2(maximum: Float32, scale_log2: Float32) -> Float32:
+    """What is subtracted in the exponent: 0 for a row that has seen no key, whose scores are -inf."""
+    return Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
+
+
+# 1 + c1 f + c2 f^2 + c3 f^3 is within 8.6e-5 of 2 ** f on [0, 1], relatively, and no cubic with
+# p(0) = 1 does better (minimax fit); bfloat16 rounds by up to 3.9e-3, float16 by 4.9e-4.
+POWER_OF_TWO = (0.69511682, 0.22764485, 0.07706717)
+ROUND_TO_INTEGER = 1.5 * 2.0**23
+"""Added to x in [-2^22, 2^22], rounding down, it leaves floor(x) in the low bits."""
+SMALLEST_LOG2 = -127.0
+
+
+@cute.jit
+def exp2_by_polynomial(x0: Float32, x1: Float32) -> tuple:
+    """2 ** x of two values below 2^7 without the special function unit; not 0 for -inf.
+
+    Exponent and fraction apart (Cody and Waite, 1980); FlashAttention-4, arXiv:2603.05451, brought
+    it to this place.
+    """
+    x0 = cute.arch.fmax(x0, Float32(SMALLEST_LOG2))
+    x1 = cute.arch.fmax(x1, Float32(SMALLEST_LOG2))
+    magic = (Float32(ROUND_TO_INTEGER), Float32(ROUND_TO_INTEGER))
+    whole = cute.arch.add_packed_f32x2((x0, x1), magic, rnd="rm")
+    floor = cute.arch.sub_packed_f32x2(whole, magic, rnd="rn")
+    fraction = cute.arch.sub_packed_f32x2((x0, x1), floor, rnd="rn")
+    c1, c2, c3 = ((Float32(c), Float32(c)) for c in POWER_OF_TWO)
+    power = cute.arch.fma_packed_f32x2(c3, fraction, c2)
+    power = cute.arch.fma_packed_f32x2(power, fraction, c1)
+    power = cute.arch.fma_packed_f32x2(power, fraction, (Float32(1.0), Float32(1.0)))
+    return (
+        primitives.add_to_exponent(power[0], whole[0]),
+        primitives.add_to_exponent(power[1], whole[1]),
+    )
+
+
+@cute.jit
+def exponentials(
+    scores: cute.Tensor,
+    scale_log2: Float32,
+    reference: Float32,
+    polynomials: cutlass.Constexpr[int],
+):
+    """Replaces scores by ``2 ** (score * scale_log2 - reference)``, ``polynomials`` of them so.
+
+    Polynomials are spread evenly among the others, so that both units always have work.
+    """
+    pairs, chosen = cute.size(scores) // 2, polynomials // 2
+    factor, offset = (scale_log2, scale_log2), (-reference, -reference)
+    for i in cutlass.range_constexpr(pairs):
+        pair = (scores[2 * i], scores[2 * i + 1])
+        x0, x1 = cute.arch.fma_packed_f32x2(pair, factor, offset)
+        if cutlass.const_expr((i + 1) * chosen // pairs > i * chosen // pairs):
+            scores[2 * i], scores[2 * i + 1] = exp2_by_polynomial(x0, x1)
+        else:
+            scores[2 * i] = cute.math.exp2(x0, fastmath=True)
+            scores[2 * i + 1] = cute.math.exp2(x1, fastmath=True)
+
+
+@cute.jit
+def whole_row_sum(values: cute.Tensor) -> Float32:
+    """Sum of a row, over four independent chains of pairs."""
+    chains = [(values[2 * i], values[2 * i + 1]) for i in range(4)]
+    for i in cutlass.range_constexpr(4, cute.size(values) // 2):
+        pair = (values[2 * i], values[2 * i + 1])
+        chains[i % 4] = cute.arch.add_packed_f32x2(chains[i % 4], pair)
+    low = cute.arch.add_packed_f32x2(chains[0], chains[1])
+    high = cute.arch.add_packed_f32x2(chains[2], chains[3])
+    both = cute.arch.add_packed_f32x2(low, high)
+    return both[0] + both[1]
+
+
+@cute.jit
+def mask_whole_row(scores: cute.Tensor, visible: Visible, two_sided: cutlass.Constexpr[bool]):
+    """Sets the scores outside the row's ``Visible`` columns to -inf; see ``mask``."""
+    for column in cutlass.range_constexpr(cute.size(scores)):
+        is_visible = column < visible.end
+        if cutlass.const_expr(two_sided):
+            is_visible = is_visible & (column >= visible.first)
+        scores[column] = scores[column] if is_visible else -Float32.inf
+
+
+@cute.jit
+def mask_whole_row_segments(scores: cute.Tensor, row_id: Int32, ids: cute.Pointer, last: Int32):
+    """Sets the scores of keys of another segment than ``row_id`` to -inf; see ``mask_segments``."""
+    keys = cute.make_tensor(ids, cute.make_layout(1 << 16))
+    for column in cutlass.range_constexpr(cute.size(scores)):
+        key = keys[cutlass.min(column, last)]
+        scores[column] = scores[column] if key == row_id else -Float32.inf

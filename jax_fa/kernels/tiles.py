@@ -10,7 +10,7 @@ tells another what comes next.
   order, so every second round runs backwards: the CTA with the longest tile of one round has the
   shortest of the next (LPT scheduling; FlashAttention-4 reports 4 to 14 % from it on H200).
 * ``one_per_cta``: the order of ``longest_first``, one tile for each CTA of the grid, left to the
-  hardware to balance: for work whose costs only the kernel knows.
+  hardware to balance: for packed sequences and segments, whose costs only the kernel knows.
 """
 
 from typing import NamedTuple
@@ -127,11 +127,12 @@ def _in_band(order: Order, slot: Int32, band: Int32, place: Int32) -> Tile:
     )
 
 
-def one_per_cta(order: Order) -> Tile:
-    """The only tile of this CTA."""
+def one_per_cta(order: Order, slot: Int32) -> Tile:
+    """The only tile of this CTA, at ``slot`` 0."""
     cta, *_ = cute.arch.block_idx()
     band_size = order.heads_per_band * order.num_q_blocks
-    return _in_band(order, Int32(0), cta // band_size, cta % band_size)
+    tile = _in_band(order, slot, cta // band_size, cta % band_size)
+    return tile._replace(is_valid=tile.is_valid & (slot == 0))
 
 
 class Sequences(NamedTuple):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, nullptr
 from cutlass.memory import SmemAllocator
@@ -153,13 +153,25 @@ def make_layouts(variant: Variant) -> Layouts:
     )
 
 
-def tile_at(variant: Variant, order: tiles.Order, slot: Int32) -> tiles.Tile:
+@cute.jit
+def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
     """The tile at a position of this CTA's list."""
-    if variant.is_general:
-        return tiles.one_per_cta(order)
-    if variant.key.mask == "causal":
-        return tiles.longest_first(order, slot)
-    return tiles.row_order(order, slot)
+    if const_expr(not variant.config.is_persistent):
+        tile = tiles.one_per_cta(x.order, slot)
+    elif const_expr(variant.key.mask == "full"):
+        tile = tiles.row_order(x.order, slot)
+    else:
+        tile = tiles.longest_first(x.order, slot)
+        if const_expr(variant.is_general):
+            if has_unknown_costs(x.scalars):
+                tile = tiles.one_per_cta(x.order, slot)
+    return tile
+
+
+def has_unknown_costs(scalars: Scalars) -> Boolean:
+    """Whether the host cannot tell long tiles from short ones."""
+    is_packed = tiles.is_present(scalars.sequences.cu_seqlens_q)
+    return is_packed | tiles.is_present(scalars.q_segments)
 
 
 @cute.jit
@@ -208,16 +220,17 @@ def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
 def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
     """Fetches the query tile and its key and value blocks, newest first. One warp."""
     q, k, v = pipes.q, pipes.k, pipes.v
-    work = work_on(variant, x, tile_at(variant, x.order, Int32(0)))
+    phase = Int32(0)
+    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
     if work.tile.is_valid:
         slot = q.acquire_and_advance()
         load_q(variant, x, work, slot)
         slot = k.acquire_and_advance()
         load_k(variant, x, work, work.blocks.end - 1, slot)
         if const_expr(variant.config.is_persistent):
-            following = tile_at(variant, x.order, work.tile.slot + 1)
+            following = tile_at(variant, x, work.tile.slot + 1)
             while following.is_valid:
-                k, v = load_middle(variant, x, work, Pipes(q, k, v))
+                k, v, phase = load_middle(variant, x, work, Pipes(q, k, v), phase)
                 before = work
                 work = work_on(variant, x, following)
                 slot = q.acquire_and_advance()
@@ -225,11 +238,11 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
                 slot = k.acquire_and_advance()
                 load_k(variant, x, work, work.blocks.end - 1, slot)
                 slot = v.acquire_and_advance()
-                load_v(variant, x, before, before.blocks.start, slot)
-                following = tile_at(variant, x.order, work.tile.slot + 1)
-        k, v = load_middle(variant, x, work, Pipes(q, k, v))
+                phase = load_v(variant, x, (before, before.blocks.start), slot, phase)
+                following = tile_at(variant, x, work.tile.slot + 1)
+        k, v, phase = load_middle(variant, x, work, Pipes(q, k, v), phase)
         slot = v.acquire_and_advance()
-        load_v(variant, x, work, work.blocks.start, slot)
+        load_v(variant, x, (work, work.blocks.start), slot, phase)
         # HAZARD: the CTA may not end while consumers still have arrivals to make here.
         q.tail()
         k.tail()
@@ -237,7 +250,9 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
 
 
 @cute.jit
-def load_middle(variant: cutlass.Constexpr, x: Context, work: Work, pipes: Pipes):
+def load_middle(
+    variant: cutlass.Constexpr, x: Context, work: Work, pipes: Pipes, phase: Int32
+) -> tuple:
     """Keys of all blocks but the newest, each followed by the values of the one before."""
     k, v = pipes.k, pipes.v
     for i in cutlass.range(work.blocks.end - work.blocks.start - 1, unroll=1):
@@ -245,8 +260,8 @@ def load_middle(variant: cutlass.Constexpr, x: Context, work: Work, pipes: Pipes
         slot = k.acquire_and_advance()
         load_k(variant, x, work, block - 1, slot)
         slot = v.acquire_and_advance()
-        load_v(variant, x, work, block, slot)
-    return k, v
+        phase = load_v(variant, x, (work, block), slot, phase)
+    return k, v, phase
 
 
 @cute.jit
@@ -273,8 +288,12 @@ def load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slo
 
 
 @cute.jit
-def load_v(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slot):
-    """One block of values; rows beyond the sequence's keys become zero."""
+def load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot, phase: Int32) -> Int32:
+    """One block of values; rows beyond the sequence's keys become zero; ``at`` is (work, block).
+
+    Returns the phase that the scrub barrier is in then.
+    """
+    work, block = at
     block_kv, dv = variant.config.block_kv, variant.key.value_dim
     rows = x.arrays.v[None, None, work.tile.kv_head, work.tile.batch]
     rows = cute.domain_offset((work.span.kv_start, 0), rows)
@@ -288,15 +307,20 @@ def load_v(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slo
         if used >= block_kv:
             cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
         else:
-            load_partial_v(variant, x, (gV[None, block], sV[None, slot.index]), used, slot)
+            copied = (gV[None, block], sV[None, slot.index])
+            load_partial_v(variant, x, copied, used, slot, phase)
+            phase = phase ^ 1
+    return phase
 
 
 @cute.jit
-def load_partial_v(variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot):
+def load_partial_v(
+    variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot, phase: Int32
+):
     """One block of values, of which only the first ``used`` rows are the sequence's.
 
-    The others become zero: P is 0 for absent keys, but 0 * NaN is not. Only the newest block of a
-    tile is partly used, so the detour over a second barrier is taken once, in its phase 0.
+    The others become zero: P is 0 for absent keys, but 0 * NaN is not. The detour over a barrier of
+    its own is taken for the newest block of a tile at most.
     """
     block_kv, words = variant.config.block_kv, variant.key.value_dim // 2
     size_bytes = variant.plan.edge("v").stage_bytes
@@ -304,7 +328,7 @@ def load_partial_v(variant: cutlass.Constexpr, x: Context, copied: tuple, used: 
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
     cute.copy(x.tma.v, source, target, tma_bar_ptr=x.smem.scrub)
-    cute.arch.mbarrier_wait(x.smem.scrub, 0)
+    cute.arch.mbarrier_wait(x.smem.scrub, phase)
     pairs = cute.recast_tensor(x.smem.v[None, None, slot.index], Int32)
     lane = cute.arch.lane_idx()
     for row in cutlass.range(cutlass.max(used, 0), block_kv, unroll=1):
@@ -454,7 +478,7 @@ def step(
 def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
     """Both products and the softmax of 64 query rows. One warpgroup of several."""
     config = variant.config
-    work = work_on(variant, x, tile_at(variant, x.order, Int32(0)))
+    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
     if work.tile.is_valid:
         c = make_consumer(variant, x)
         q, k, v = pipes.q, pipes.k, pipes.v
@@ -472,11 +496,13 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
         primitives.narrow(scores, c.p)
         c.out.fill(0.0)
         if const_expr(config.is_persistent):
-            following = tile_at(variant, x.order, work.tile.slot + 1)
+            following = tile_at(variant, x, work.tile.slot + 1)
             while following.is_valid:
+                # Before the long loop, which hides the latency of lengths read from memory.
+                upcoming = work_on(variant, x, following)
                 k, v = middle(variant, x, c, (work, q_index), Pipes(q, k, v))
                 before, before_index = work, q_index
-                work = work_on(variant, x, following)
+                work = upcoming
                 q_next = q.wait_and_advance()
                 q_index = q_next.index * config.num_consumers + c.index
                 fetch_q(variant, x, c, q_index)
@@ -490,7 +516,7 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
                 c.out.fill(0.0)
                 release_q(c, q_full)
                 q_full = q_next
-                following = tile_at(variant, x.order, work.tile.slot + 1)
+                following = tile_at(variant, x, work.tile.slot + 1)
         k, v = middle(variant, x, c, (work, q_index), Pipes(q, k, v))
         v_full = v.wait_and_advance()
         take_turn(variant, c)
@@ -646,7 +672,7 @@ def find_segment_keys(variant: cutlass.Constexpr, x: Context):
     scalars, sequences = x.scalars, x.scalars.sequences
     thread = cute.arch.thread_idx()[0]
     threads, lane = variant.plan.threads, cute.arch.lane_idx()
-    tile, span = tiles.locate(sequences, tile_at(variant, x.order, Int32(0)), variant.config.block_q)
+    tile, span = tiles.locate(sequences, tile_at(variant, x, Int32(0)), variant.config.block_q)
     lowest, highest = Int32(0x7FFFFFFF), Int32(-0x80000000)
     for i in cutlass.range_constexpr(ceil_div(variant.config.block_q, edges.WARP)):
         row = cutlass.min(span.first_row + lane + i * edges.WARP, span.q_slot - 1)
@@ -837,9 +863,13 @@ def make_entry(key: KernelKey, config: FwdConfig):
             q_segments,
             kv_segments,
         )
-        num_ctas = order.num_heads * num_q_blocks
+        num_tiles = order.num_heads * num_q_blocks
+        num_ctas = num_tiles
         if const_expr(config.is_persistent):
-            num_ctas = cutlass.min(num_sms, num_ctas)
+            num_ctas = cutlass.min(num_sms, num_tiles)
+        if const_expr(variant.is_general):
+            if has_unknown_costs(scalars):
+                num_ctas = num_tiles
         kernel(
             variant,
             Tma(tma_q, tma_k, tma_v, tma_out),

@@ -1,0 +1,194 @@
+"""``python -m benchmarks.gpu``: attention on a GPU, jax_fa and cuDNN in turns in one run.
+
+Prints a Markdown table with TFLOP/s and the share of a large matrix product measured in the same
+run, and whether the goals are met; writes all samples (gpu.json) and a plot (gpu.png). Inputs are
+64 MB each at 16384 tokens, more than the L2 cache of an H200 holds (60 MB): it is not flushed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import implementations, report, workloads
+from benchmarks.report import SUBJECT, Record
+from benchmarks.timing import GPU_PROTOCOL, Protocol, interleaved
+from benchmarks.workloads import Direction, Workload
+
+PEER = "cudnn"
+_RUNNERS: dict[str, Callable[[Workload, str, Direction], implementations.Runner]] = {
+    SUBJECT: implementations.RUNNERS[SUBJECT],
+    PEER: implementations.CUDNN,
+}
+_MATMUL_SIZE = 8192
+_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "forward+backward")
+
+# (head size, direction) -> (least geometric mean, least single point) of the speed relative to the
+# peer, over lengths from 1024, causal and full.
+_GOALS: dict[tuple[int, Direction], tuple[float, float]] = {
+    (128, "forward"): (1.10, 1.0),
+    (128, "forward+backward"): (1.15, 1.05),
+    (64, "forward"): (1.08, 0.0),
+    (64, "forward+backward"): (1.20, 0.0),
+}
+_SHARE_OF_MATMUL_GOAL = 0.88
+
+
+def matmul_flops_per_second(protocol: Protocol) -> float:
+    """Rate of a square bfloat16 matrix product of random numbers."""
+    a, b = (
+        jax.random.normal(key, (_MATMUL_SIZE, _MATMUL_SIZE), jnp.bfloat16)
+        for key in jax.random.split(jax.random.key(0))
+    )
+    product = jax.jit(jnp.matmul)
+    taken = interleaved({"matmul": lambda: product(a, b)}, protocol)["matmul"]
+    return 2 * _MATMUL_SIZE**3 / taken.median
+
+
+def measure(
+    workload: Workload, dtype: str, direction: Direction, protocol: Protocol
+) -> list[Record]:
+    """Runs jax_fa and its peer in turns."""
+    runners = {name: make(workload, dtype, direction) for name, make in _RUNNERS.items()}
+    taken = interleaved(runners, protocol)
+    return [Record(workload, dtype, direction, name, taken[name]) for name in runners]
+
+
+def speedup(group: dict[str, Record]) -> float:
+    """Speed of jax_fa relative to its peer."""
+    return group[SUBJECT].samples.speedup_over(group[PEER].samples)
+
+
+def table(records: Iterable[Record], matmul: float) -> str:
+    """One row per workload and direction."""
+    lines = [
+        f"| workload | direction | {SUBJECT} TFLOP/s | % of matmul | {PEER} TFLOP/s | ratio |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for group in report.compared(records):
+        ours, peer = group[SUBJECT], group[PEER]
+        rate = 1e9 * ours.gflops_per_second
+        lines.append(
+            f"| {ours.workload.name} | {ours.direction} | {rate / 1e12:.0f} | "
+            f"{100 * rate / matmul:.0f} | {peer.gflops_per_second / 1e3:.0f} | "
+            f"{speedup(group):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def goals(records: Sequence[Record], matmul: float) -> list[str]:
+    """One line per goal whose workloads were measured."""
+    groups = [g for g in report.compared(records) if g[SUBJECT].workload in workloads.GPU]
+    lines = []
+    for (head_dim, direction), (least_mean, least_point) in _GOALS.items():
+        ratios = {
+            g[SUBJECT].workload.name: speedup(g)
+            for g in groups
+            if g[SUBJECT].direction == direction
+            and g[SUBJECT].workload.head_dim == head_dim
+            and g[SUBJECT].workload.q_len >= 1024
+        }
+        if not ratios:
+            continue
+        mean = float(np.exp(np.mean(np.log(list(ratios.values())))))
+        worst = min(ratios, key=lambda name: ratios[name])
+        verdict = "met" if mean >= least_mean and ratios[worst] >= least_point else "MISSED"
+        lines.append(
+            f"{verdict}: D = {head_dim}, {direction}: {mean:.3f} times {PEER} in the geometric "
+            f"mean of {len(ratios)} points (goal {least_mean}), worst {ratios[worst]:.2f} at "
+            f"{worst} (goal {least_point})"
+        )
+    for group in groups:
+        ours = group[SUBJECT]
+        w = ours.workload
+        if ours.direction == "forward" and (w.head_dim, w.q_len) == (128, 16384):
+            share = 1e9 * ours.gflops_per_second / matmul
+            verdict = "met" if share >= _SHARE_OF_MATMUL_GOAL else "MISSED"
+            lines.append(f"{verdict}: {w.name}: {share:.2f} of matmul ({_SHARE_OF_MATMUL_GOAL})")
+    return lines
+
+
+def plot(records: Sequence[Record], matmul: float, path: Path) -> None:
+    """Draws TFLOP/s over sequence length: a panel per head size and mask."""
+    from matplotlib.figure import Figure
+
+    panels: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        if record.workload in workloads.GPU and record.direction != "backward":
+            title = record.workload.name.rpartition("_")[0]
+            line = f"{record.implementation}, {record.direction}"
+            panels.setdefault(title, {}).setdefault(line, []).append(record)
+    if not panels:
+        return
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    for axes, (title, lines) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        for label, line in lines.items():
+            axes.plot(
+                [r.workload.q_len for r in line],
+                [r.gflops_per_second / 1e3 for r in line],
+                label=label,
+                color="C0" if label.startswith(SUBJECT) else "C1",
+                linestyle="--" if "backward" in label else "-",
+                marker=".",
+            )
+        axes.axhline(matmul / 1e12, color="gray", linewidth=0.8, label=f"matmul {_MATMUL_SIZE}")
+        axes.set_xscale("log", base=2)
+        axes.set(title=title, xlabel="sequence length", ylabel="TFLOP/s", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def machine() -> dict[str, str]:
+    """The GPU, its driver and the clocks at this moment."""
+    fields = "name,driver_version,clocks.sm,clocks.mem,power.draw"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {"gpu": done.stdout.strip() or "nvidia-smi gave nothing", "jax": jax.__version__}
+
+
+def _selected(args: argparse.Namespace) -> list[Workload]:
+    every = (*workloads.GPU, *workloads.GPU_GROUPED, *workloads.GPU_WINDOWED)
+    return [w for w in every if w.name.startswith(tuple(args.only) or "")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints and writes; returns the exit status, 1 if a goal was missed."""
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[], metavar="PREFIX", help="of workloads")
+    parser.add_argument("--directions", nargs="+", choices=_DIRECTIONS, default=list(_DIRECTIONS))
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=GPU_PROTOCOL.rounds)
+    parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), metavar="DIR")
+    args = parser.parse_args(argv)
+    protocol = replace(GPU_PROTOCOL, rounds=args.rounds)
+    about = machine()
+    matmul = matmul_flops_per_second(protocol)
+    about["matmul TFLOP/s"] = f"{matmul / 1e12:.0f}"
+    print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
+    records: list[Record] = []
+    for workload in _selected(args):
+        for direction in args.directions:
+            records += measure(workload, args.dtype, direction, protocol)
+            print(table(records[-2:], matmul).splitlines()[-1], file=sys.stderr, flush=True)
+    about["after the run"] = machine()["gpu"]
+    args.output.mkdir(parents=True, exist_ok=True)
+    report.write_json(records, about, args.output / "gpu.json")
+    plot(records, matmul, args.output / "gpu.png")
+    lines = goals(records, matmul)
+    print(f"\n{table(records, matmul)}\n", *lines, f"Written to {args.output}.", sep="\n")
+    return int(any(line.startswith("MISSED") for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,865 @@
+"""Blackwell forward, the roles in the order in which data flows: load, mma, softmax, correct, store.
+
+Every role walks the same tiles in the same order by itself. Roles, edges and memory: ``plan.py``.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.pipeline import PipelineConsumer, PipelineProducer
+
+from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, key_range, kv_blocks
+from jax_fa.config import KernelKey
+from jax_fa.kernels import edges, primitives, softmax, tiles
+from jax_fa.kernels.sm100.plan import (
+    BLOCK_KV,
+    CHUNK,
+    HANDED_OVER_FIRST,
+    Q_TILES,
+    RESCALE_LOG2,
+    ROWS,
+    Config,
+)
+
+SLAB = 16
+"""Depth of one tcgen05.mma of 16-bit elements."""
+O_COLUMNS = 16
+"""Columns of O that the role correct has in registers at a time when it rescales."""
+
+
+class Variant(NamedTuple):
+    """What is fixed at compile time."""
+
+    key: KernelKey
+    config: Config
+    plan: edges.Plan
+
+    @property
+    def is_general(self) -> bool:
+        """Everything that can hide a key may be there."""
+        return self.key.mask == "general"
+
+    @property
+    def dtype(self) -> type:
+        """Element type of the arrays."""
+        return primitives.DTYPES[self.key.dtype]
+
+
+class Tma(NamedTuple):
+    """TMA descriptors."""
+
+    q: cute.CopyAtom
+    k: cute.CopyAtom
+    v: cute.CopyAtom
+    out: cute.CopyAtom
+
+
+class Arrays(NamedTuple):
+    """Global arrays; all but the last two as TMA sees them."""
+
+    q: cute.Tensor  # (T, D, N, B)
+    k: cute.Tensor  # (S, D, K, B)
+    v: cute.Tensor  # (S, Dv, K, B)
+    out: cute.Tensor  # (T, Dv, N, B)
+    out_rows: cute.Tensor  # (T, Dv, N, B)
+    lse: cute.Tensor  # (T, N, B)
+
+
+class Scalars(NamedTuple):
+    """Run-time values that every tile shares."""
+
+    sequences: tiles.Sequences
+    window_left: Int32
+    window_right: Int32
+    bottom_right: Int32
+    cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
+    scale_log2: Float32
+    sinks: cute.Pointer
+    q_segments: cute.Pointer
+    kv_segments: cute.Pointer
+
+
+class Smem(NamedTuple):
+    """Shared memory."""
+
+    q: cute.Tensor  # (128, D, 2)
+    k: cute.Tensor  # (128, D, stages)
+    v: cute.Tensor  # (128, Dv, stages), the same bytes
+    out: cute.Tensor  # (128, Dv, 2)
+    stats: cute.Tensor  # (128, 2, 2) row, {shrink or sum, maximum}, query tile
+    scrub: cute.Pointer  # one mbarrier
+    segment_keys: cute.Tensor  # (2,) first key, and last key + 1, of the tile's segments
+
+
+class Context(NamedTuple):
+    """What all roles work with."""
+
+    tma: Tma
+    arrays: Arrays
+    scalars: Scalars
+    order: tiles.Order
+    smem: Smem
+    tmem: cute.Pointer
+
+
+class Work(NamedTuple):
+    """A tile of two times 128 query rows with all that follows from it."""
+
+    tile: tiles.Tile
+    span: tiles.Span
+    window: Window
+    blocks: Blocks
+
+
+def _tile_at(variant: Variant, order: tiles.Order, slot: Int32) -> tiles.Tile:
+    """The tile at a position of this CTA's list."""
+    if variant.is_general:
+        return tiles.one_per_cta(order)
+    if variant.key.mask == "causal":
+        return tiles.longest_first(order, slot)
+    return tiles.row_order(order, slot)
+
+
+@cute.jit
+def first_tile(variant: cutlass.Constexpr, x: Context) -> tiles.Tile:
+    """This CTA's first tile. Called by whole warps."""
+    tile = _tile_at(variant, x.order, Int32(0))
+    if const_expr(variant.is_general):
+        tile, _ = tiles.locate(x.scalars.sequences, tile, variant.config.block_q)
+    return tile
+
+
+def next_tile(variant: Variant, x: Context, tile: tiles.Tile) -> tiles.Tile:
+    """The tile after ``tile``; without persistence there is none."""
+    if variant.config.is_persistent:
+        return _tile_at(variant, x.order, tile.slot + 1)
+    return tile._replace(is_valid=Boolean(False))
+
+
+@cute.jit
+def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
+    """What there is to do for ``tile``. Called by whole warps."""
+    scalars, config = x.scalars, variant.config
+    sequences = scalars.sequences
+    left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
+    zero = Int32(0)
+    span = tiles.Span(
+        tile.batch,
+        zero,
+        zero,
+        sequences.q_len,
+        sequences.q_len,
+        sequences.kv_len,
+        zero,
+        tile.q_block * config.block_q,
+    )
+    if const_expr(variant.is_general):
+        tile, span = tiles.locate(sequences, tile, config.block_q)
+        left, right = scalars.window_left, scalars.window_right
+    aligned = Band(alignment="bottom_right").shift(span.q_len, span.kv_len)
+    shift = span.q_offset + scalars.bottom_right * aligned
+    window = Window(shift, left, right, span.q_len, span.kv_len)
+    blocks = _blocks(window, span.first_row, config.block_q)
+    start, end = blocks.start, blocks.end
+    if const_expr(variant.is_general):
+        if tiles.is_present(scalars.q_segments):
+            start = cutlass.max(start, x.smem.segment_keys[0] // BLOCK_KV)
+            end = cutlass.min(end, ceil_div(x.smem.segment_keys[1], BLOCK_KV))
+    # A tile without keys works on one block, all of it masked: no path of its own.
+    end = cutlass.max(end, start + 1)
+    return Work(tile, span, window, Blocks(start, start, end, end))
+
+
+def _blocks(window: Window, first_row: Int32, rows: int) -> Blocks:
+    return kv_blocks(
+        window, first_row, rows, BLOCK_KV, minimum=cutlass.min, maximum=cutlass.max
+    )
+
+
+@cute.jit
+def blocks_of_rows(
+    variant: cutlass.Constexpr, x: Context, work: Work, index: cutlass.Constexpr[int]
+) -> Blocks:
+    """The blocks of ``work``, with "full" as it holds for query tile ``index`` alone."""
+    start, _, _, end = work.blocks
+    own = _blocks(work.window, work.span.first_row + index * ROWS, ROWS)
+    full_start = cutlass.min(cutlass.max(own.full_start, start), end)
+    full_end = cutlass.min(cutlass.max(own.full_end, full_start), end)
+    if const_expr(variant.is_general):
+        if tiles.is_present(x.scalars.q_segments):
+            full_start, full_end = start, start
+    return Blocks(start, full_start, full_end, end)
+
+
+# load
+
+
+class LoadPipes(NamedTuple):
+    """The ends that the role load holds."""
+
+    q: PipelineProducer
+    kv: PipelineProducer
+
+
+@cute.jit
+def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
+    """Fetches keys, both query tiles, values; then key and value blocks, newest first. One warp.
+
+    waits   q, kv empty (mma)      signals q, kv full (mma)
+    """
+    q, kv = pipes.q, pipes.kv
+    tile = first_tile(variant, x)
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        newest = work.blocks.end - 1
+        slot = kv.acquire_and_advance()
+        _load_k(variant, x, work, newest, slot)
+        for i in cutlass.range_constexpr(Q_TILES):
+            slot = q.acquire_and_advance()
+            _load_q(variant, x, work, i, slot)
+        slot = kv.acquire_and_advance()
+        _load_v(variant, x, work, newest, slot)
+        for i in cutlass.range(newest - work.blocks.start, unroll=1):
+            slot = kv.acquire_and_advance()
+            _load_k(variant, x, work, newest - 1 - i, slot)
+            slot = kv.acquire_and_advance()
+            _load_v(variant, x, work, newest - 1 - i, slot)
+        tile = next_tile(variant, x, tile)
+    # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
+    q.tail()
+    kv.tail()
+
+
+@cute.jit
+def _load_q(
+    variant: cutlass.Constexpr, x: Context, work: Work, index: cutlass.Constexpr[int], slot
+):
+    """One of the query tiles."""
+    rows = x.arrays.q[None, None, work.tile.q_head, work.tile.batch]
+    rows = cute.domain_offset((work.span.q_start + work.span.first_row, 0), rows)
+    gQ = cute.local_tile(rows, (ROWS, variant.key.head_dim), (None, 0))
+    sQ, gQ = primitives.tma_views(x.tma.q, x.smem.q, gQ)
+    cute.copy(x.tma.q, gQ[None, index], sQ[None, slot.index], tma_bar_ptr=slot.barrier)
+
+
+@cute.jit
+def _load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slot):
+    """One block of keys."""
+    rows = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
+    rows = cute.domain_offset((work.span.kv_start, 0), rows)
+    gK = cute.local_tile(rows, (BLOCK_KV, variant.key.head_dim), (None, 0))
+    sK, gK = primitives.tma_views(x.tma.k, x.smem.k, gK)
+    cute.copy(x.tma.k, gK[None, block], sK[None, slot.index], tma_bar_ptr=slot.barrier)
+
+
+@cute.jit
+def _load_v(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slot):
+    """One block of values; rows beyond the sequence's keys become zero."""
+    key = variant.key
+    rows = x.arrays.v[None, None, work.tile.kv_head, work.tile.batch]
+    rows = cute.domain_offset((work.span.kv_start, 0), rows)
+    gV = cute.local_tile(rows, (BLOCK_KV, key.value_dim), (None, 0))
+    sV, gV = primitives.tma_views(x.tma.v, x.smem.v, gV)
+    if const_expr(key.value_dim < key.head_dim):
+        # The ring announces a block of keys, which is larger.
+        missing = BLOCK_KV * (key.head_dim - key.value_dim) * variant.dtype.width // 8
+        with cute.arch.elect_one():
+            primitives.complete_tx(slot.barrier, missing)
+    if const_expr(not variant.is_general):
+        # Behind the array's last row TMA fills with zeros by itself.
+        cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
+    else:
+        used = work.span.kv_len - block * BLOCK_KV
+        if used >= BLOCK_KV:
+            cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
+        else:
+            _load_partial_v(variant, x, (gV[None, block], sV[None, slot.index]), used, slot)
+
+
+@cute.jit
+def _load_partial_v(variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot):
+    """One block of values, of which only the first ``used`` rows are the sequence's.
+
+    The others become zero: P is 0 for absent keys, but 0 * NaN is not. Only the newest block of a
+    tile is partly used, so the detour over a second barrier is taken once, in its phase 0.
+    """
+    words = variant.key.value_dim // 2
+    size_bytes = BLOCK_KV * variant.key.value_dim * variant.dtype.width // 8
+    source, target = copied
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
+    cute.copy(x.tma.v, source, target, tma_bar_ptr=x.smem.scrub)
+    cute.arch.mbarrier_wait(x.smem.scrub, 0)
+    pairs = cute.recast_tensor(x.smem.v[None, None, slot.index], Int32)
+    lane = cute.arch.lane_idx()
+    for row in cutlass.range(cutlass.max(used, 0), BLOCK_KV, unroll=1):
+        for i in cutlass.range_constexpr(ceil_div(words, edges.WARP)):
+            if lane + i * edges.WARP < words:
+                pairs[row, lane + i * edges.WARP] = Int32(0)
+    # HAZARD: the tensor core reads through the async proxy what these lanes wrote through the
+    # generic one, and TMA must have finished before they wrote.
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        primitives.complete_tx(slot.barrier, size_bytes)
+
+
+# mma
+
+
+class MmaPipes(NamedTuple):
+    """The ends that the role mma holds; pairs are those of the query tiles."""
+
+    q: PipelineConsumer
+    kv: PipelineConsumer
+    s: tuple[PipelineProducer, PipelineProducer]
+    p: tuple[PipelineConsumer, PipelineConsumer]
+    p_rest: tuple[PipelineConsumer, PipelineConsumer]
+    scaled: tuple[PipelineConsumer, PipelineConsumer]
+    o: PipelineProducer
+
+
+class Products(NamedTuple):
+    """Operands and accumulators of both products; pairs are those of the query tiles."""
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    q: cute.Tensor  # A descriptors, (_, 1, D / 16, 2)
+    k: cute.Tensor  # B descriptors, (_, 1, D / 16, stages)
+    v: cute.Tensor  # B descriptors, (_, 1, 128 / 16, stages)
+    s: tuple[cute.Tensor, cute.Tensor]  # (_, 1, 1)
+    p: tuple[cute.Tensor, cute.Tensor]  # A in TMEM, (_, 1, 128 / 16)
+    o: tuple[cute.Tensor, cute.Tensor]  # (_, 1, 1)
+
+
+class Answers(NamedTuple):
+    """What PV of one query tile waits for."""
+
+    scaled: PipelineConsumer
+    p: PipelineConsumer
+    p_rest: PipelineConsumer
+
+
+def _make_products(variant: Variant, x: Context) -> Products:
+    key, plan, dtype = variant.key, variant.plan, variant.dtype
+    qk = primitives.make_umma(dtype, BLOCK_KV, OperandMajorMode.K, a_in_tmem=False)
+    pv = primitives.make_umma(dtype, key.value_dim, OperandMajorMode.MN, a_in_tmem=True)
+    qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
+    s = qk.make_fragment_C(qk.partition_shape_C((ROWS, BLOCK_KV))).layout
+    o = pv.make_fragment_C(pv.partition_shape_C((ROWS, key.value_dim))).layout
+    p = pv.make_fragment_A(pv.partition_shape_A((ROWS, BLOCK_KV))).layout
+    both = range(Q_TILES)
+    start = {name: [plan.columns(f"{name}{i}").start for i in both] for name in "sop"}
+    return Products(
+        qk=qk,
+        pv=pv,
+        q=qk.make_fragment_A(qk_slice.partition_A(x.smem.q)),
+        k=qk.make_fragment_B(qk_slice.partition_B(x.smem.k)),
+        v=pv.make_fragment_B(pv_slice.partition_B(primitives.transposed(x.smem.v))),
+        s=tuple(cute.make_tensor(x.tmem + start["s"][i], s) for i in both),
+        p=tuple(
+            cute.make_tensor(cute.recast_ptr(x.tmem + start["p"][i], dtype=dtype), p) for i in both
+        ),
+        o=tuple(cute.make_tensor(x.tmem + start["o"][i], o) for i in both),
+    )
+
+
+@cute.jit
+def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
+    """Issues all products: S0 S1, then (PV0 S0 PV1 S1) per block, then PV0 PV1. One warp.
+
+    waits   q, kv full (load), p, p_rest full (softmax), scaled full (correct)
+    signals s full (softmax), o full (correct), q, kv empty (load)
+    """
+    q, kv, o = pipes.q, pipes.kv, pipes.o
+    s0, s1 = pipes.s
+    answers0 = Answers(pipes.scaled[0], pipes.p[0], pipes.p_rest[0])
+    answers1 = Answers(pipes.scaled[1], pipes.p[1], pipes.p_rest[1])
+    products = _make_products(variant, x)
+    tile = first_tile(variant, x)
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        k_full = kv.wait_and_advance()
+        q0_full = q.wait_and_advance()
+        _multiply_qk(products, 0, q0_full, k_full)
+        s0.commit()
+        q1_full = q.wait_and_advance()
+        _multiply_qk(products, 1, q1_full, k_full)
+        s1.commit()
+        k_full.release()
+        steps = work.blocks.end - work.blocks.start - 1
+        for i in cutlass.range(steps, unroll=1):
+            v_full = kv.wait_and_advance()
+            answers0 = _multiply_pv(products, 0, v_full, i > 0, answers0)
+            k_full = kv.wait_and_advance()
+            _multiply_qk(products, 0, q0_full, k_full)
+            s0.commit()
+            answers1 = _multiply_pv(products, 1, v_full, i > 0, answers1)
+            v_full.release()
+            _multiply_qk(products, 1, q1_full, k_full)
+            s1.commit()
+            k_full.release()
+        q0_full.release()
+        q1_full.release()
+        v_full = kv.wait_and_advance()
+        answers0 = _multiply_pv(products, 0, v_full, steps > 0, answers0)
+        o.commit()
+        o.advance()
+        answers1 = _multiply_pv(products, 1, v_full, steps > 0, answers1)
+        o.commit()
+        o.advance()
+        v_full.release()
+        tile = next_tile(variant, x, tile)
+
+
+@cute.jit
+def _multiply_qk(products: Products, index: cutlass.Constexpr[int], q_full, k_full):
+    """Issues S of one query tile."""
+    operands = (
+        products.q[None, None, None, q_full.index],
+        products.k[None, None, None, k_full.index],
+    )
+    slabs = range(cute.size(operands[0], mode=[2]))
+    primitives.issue_umma(products.qk, products.s[index], operands, False, slabs)
+
+
+@cute.jit
+def _multiply_pv(
+    products: Products,
+    index: cutlass.Constexpr[int],
+    v_full,
+    accumulate: Boolean,
+    answers: Answers,
+) -> Answers:
+    """Issues PV of one query tile: three quarters of the keys, then the others."""
+    scaled, p, p_rest = answers
+    operands = (products.p[index], products.v[None, None, None, v_full.index])
+    first = HANDED_OVER_FIRST * CHUNK // SLAB
+    scaled.wait_and_advance()
+    p.wait_and_advance()
+    primitives.after_thread_sync()
+    primitives.issue_umma(products.pv, products.o[index], operands, accumulate, range(first))
+    p_rest.wait_and_advance()
+    primitives.after_thread_sync()
+    others = range(first, BLOCK_KV // SLAB)
+    primitives.issue_umma(products.pv, products.o[index], operands, accumulate, others)
+    return Answers(scaled, p, p_rest)
+
+
+# softmax
+
+
+class SoftmaxPipes(NamedTuple):
+    """The ends that one softmax role holds."""
+
+    s: PipelineConsumer
+    p: PipelineProducer
+    p_rest: PipelineProducer
+    stats: PipelineProducer
+
+
+class Row(NamedTuple):
+    """What one thread knows of its row."""
+
+    thread: Int32
+    maximum: cute.Tensor  # (1,) unscaled
+    total: cute.Tensor  # (1,) relative to maximum
+    s: primitives.TmemCopy
+    p: primitives.TmemCopy
+
+
+def _make_row(variant: Variant, x: Context, index: int) -> Row:
+    thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
+    s, p = (variant.plan.columns(f"{name}{index}") for name in "sp")
+    p_words = CHUNK * variant.dtype.width // 32
+    return Row(
+        thread,
+        cute.make_rmem_tensor((1,), Float32),
+        cute.make_rmem_tensor((1,), Float32),
+        primitives.tmem_load(primitives.tmem_rows(x.tmem, s.start, s.cols), CHUNK, thread),
+        primitives.tmem_store(primitives.tmem_rows(x.tmem, p.start, p.cols), p_words, thread),
+    )
+
+
+@cute.jit
+def attend(
+    variant: cutlass.Constexpr, x: Context, index: cutlass.Constexpr[int], pipes: SoftmaxPipes
+):
+    """S -> P of query tile ``index``, newest key block first. Four warps, a row per thread.
+
+    waits   s full (mma), stats empty (correct)
+    signals p, p_rest full (mma), stats full (correct)
+    """
+    s, stats = pipes.s, pipes.stats
+    row = _make_row(variant, x, index)
+    newest_kind = StepKind(index, True, True)
+    masked, unmasked = StepKind(index, False, True), StepKind(index, False, False)
+    tile = first_tile(variant, x)
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        blocks = blocks_of_rows(variant, x, work, index)
+        row.maximum[0] = -Float32.inf
+        row.total[0] = Float32(0.0)
+        newest = blocks.end - 1
+        at = (work, blocks, newest)
+        s, stats = _step(variant, newest_kind, x, row, at, (pipes, s, stats))
+        last = cutlass.min(newest, cutlass.max(blocks.full_end, blocks.start))
+        if const_expr(variant.key.mask != "full"):
+            for i in cutlass.range(newest - last, unroll=1):
+                at = (work, blocks, newest - 1 - i)
+                s, stats = _step(variant, masked, x, row, at, (pipes, s, stats))
+        first = cutlass.min(last, blocks.full_start)
+        for i in cutlass.range(last - first, unroll=1):
+            at = (work, blocks, last - 1 - i)
+            s, stats = _step(variant, unmasked, x, row, at, (pipes, s, stats))
+        if const_expr(variant.is_general):
+            for i in cutlass.range(first - blocks.start, unroll=1):
+                at = (work, blocks, first - 1 - i)
+                s, stats = _step(variant, masked, x, row, at, (pipes, s, stats))
+        stats_slot = stats.acquire_and_advance()
+        x.smem.stats[row.thread, 0, index] = row.total[0]
+        x.smem.stats[row.thread, 1, index] = row.maximum[0]
+        _signal(stats_slot)
+        tile = next_tile(variant, x, tile)
+    stats.tail()
+
+
+class StepKind(NamedTuple):
+    """Which step of the role softmax: compile-time."""
+
+    index: int
+    is_first: bool
+    is_masked: bool
+
+
+@cute.jit
+def _signal(slot):
+    """One arrival for this warp, after what all its lanes did."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        slot.commit()
+
+
+@cute.jit
+def _signal_p(end):
+    """Hands P, as far as it is stored, to the role mma."""
+    cute.arch.fence_view_async_tmem_store()
+    primitives.before_thread_sync()
+    with cute.arch.elect_one():
+        end.commit()
+
+
+@cute.jit
+def _step(
+    variant: cutlass.Constexpr,
+    kind: cutlass.Constexpr,
+    x: Context,
+    row: Row,
+    at: tuple,
+    ends: tuple,
+):
+    """S -> P of one block; returns the advanced ends of s and stats."""
+    work, blocks, block = at
+    pipes, s, stats = ends
+    scale_log2 = x.scalars.scale_log2
+    rS = row.s.whole_row()  # (128)
+    s.wait_and_advance()
+    primitives.after_thread_sync()
+    cute.copy(row.s.copy, row.s.tmem, rS)
+    cute.arch.fence_view_async_tmem_load()
+    if const_expr(variant.key.has_soft_cap):
+        softmax.cap(rS, x.scalars.cap_inner_log2)
+    if const_expr(kind.is_first):
+        if block >= blocks.full_end:
+            _mask(variant, x, kind.index, row, work, (rS, block))
+    elif const_expr(kind.is_masked):
+        _mask(variant, x, kind.index, row, work, (rS, block))
+    raised = softmax.raise_maximum(
+        row.maximum[0], softmax.whole_row_max(rS), scale_log2, RESCALE_LOG2
+    )
+    row.maximum[0] = raised.maximum
+    if const_expr(not kind.is_first):
+        stats_slot = stats.acquire_and_advance()
+        x.smem.stats[row.thread, 0, kind.index] = raised.shrink
+        _signal(stats_slot)
+    # Only the special function unit makes an exact 0 of a masked score.
+    polynomials = 0 if kind.is_masked else variant.config.polynomials
+    reference = softmax.reference_log2(raised.maximum, scale_log2)
+    for j in cutlass.range_constexpr(BLOCK_KV // CHUNK):
+        chunk = rS[None, None, j]
+        softmax.exponentials(chunk, scale_log2, reference, polynomials)
+        words = row.p.piece()
+        primitives.narrow(chunk, cute.recast_tensor(words, variant.dtype))
+        cute.copy(row.p.copy, words, row.p.tmem[None, None, j])
+        if const_expr(j + 1 == HANDED_OVER_FIRST):
+            _signal_p(pipes.p)
+    _signal_p(pipes.p_rest)
+    row.total[0] = row.total[0] * raised.shrink + softmax.whole_row_sum(rS)
+    return s, stats
+
+
+@cute.jit
+def _mask(
+    variant: cutlass.Constexpr,
+    x: Context,
+    index: cutlass.Constexpr[int],
+    row: Row,
+    work: Work,
+    scores: tuple,
+):
+    """Hides what this thread's row may not see of a block; ``scores`` is (fragment, block)."""
+    rS, block = scores
+    first_key = block * BLOCK_KV
+    number = work.span.first_row + index * ROWS + row.thread
+    keys = key_range(work.window, number, minimum=cutlass.min, maximum=cutlass.max)
+    visible = softmax.Visible(keys.lo - first_key, keys.hi - first_key)
+    softmax.mask_whole_row(rS, visible, variant.is_general)
+    if const_expr(variant.is_general):
+        if tiles.is_present(x.scalars.q_segments):
+            _mask_segments(x, work, number, rS, first_key)
+
+
+@cute.jit
+def _mask_segments(x: Context, work: Work, number: Int32, rS: cute.Tensor, first_key: Int32):
+    """Hides keys of another segment than the row's."""
+    span, sequences = work.span, x.scalars.sequences
+    clamped = cutlass.max(cutlass.min(number, span.q_slot - 1), 0)
+    own = tiles.element(
+        x.scalars.q_segments, work.tile.batch * sequences.q_len + span.q_start + clamped
+    )
+    base = work.tile.batch * sequences.kv_len + span.kv_start + first_key
+    last = cutlass.max(span.kv_len - 1 - first_key, 0)
+    softmax.mask_whole_row_segments(rS, own, x.scalars.kv_segments + base, last)
+
+
+# correct
+
+
+class CorrectPipes(NamedTuple):
+    """The ends that the role correct holds; pairs are those of the query tiles."""
+
+    stats: tuple[PipelineConsumer, PipelineConsumer]
+    scaled: tuple[PipelineProducer, PipelineProducer]
+    o: PipelineConsumer
+    out: PipelineProducer
+
+
+@cute.jit
+def correct(variant: cutlass.Constexpr, x: Context, pipes: CorrectPipes):
+    """Keeps O relative to the maximum of P; at the end divides it by the sum. Four warps.
+
+    waits   stats full (softmax), o full (mma), out empty (store)
+    signals scaled full (mma), stats empty (softmax), out full (store)
+    """
+    stats0, stats1 = pipes.stats
+    scaled0, scaled1 = pipes.scaled
+    o, out = pipes.o, pipes.out
+    tile = first_tile(variant, x)
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        _signal_scaled(scaled0)
+        _signal_scaled(scaled1)
+        for _ in cutlass.range(work.blocks.end - work.blocks.start - 1, unroll=1):
+            stats0 = _rescale(variant, x, 0, stats0, scaled0)
+            stats1 = _rescale(variant, x, 1, stats1, scaled1)
+        stats0, o, out = _finish(variant, x, 0, work, (stats0, o, out))
+        stats1, o, out = _finish(variant, x, 1, work, (stats1, o, out))
+        tile = next_tile(variant, x, tile)
+    out.tail()
+
+
+@cute.jit
+def _signal_scaled(end):
+    primitives.before_thread_sync()
+    with cute.arch.elect_one():
+        end.commit()
+
+
+@cute.jit
+def _rescale(
+    variant: cutlass.Constexpr, x: Context, index: cutlass.Constexpr[int], stats, scaled
+):
+    """Shrinks O of one query tile where a maximum was raised; returns the advanced end of stats.
+
+    The scores that raised it were issued after PV of the block before, whose result O thus holds.
+    """
+    thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
+    full = stats.wait_and_advance()
+    shrink = x.smem.stats[thread, 0, index]
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        full.release()
+    if cute.arch.vote_any_sync(shrink < 1.0):
+        primitives.after_thread_sync()
+        columns = variant.plan.columns(f"o{index}")
+        tO = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
+        loads = primitives.tmem_load(tO, O_COLUMNS, thread)
+        stores = primitives.tmem_store(tO, O_COLUMNS, thread)
+        for j in cutlass.range_constexpr(columns.cols // O_COLUMNS):
+            rO = loads.piece()  # (16)
+            cute.copy(loads.copy, loads.tmem[None, None, j], rO)
+            cute.arch.fence_view_async_tmem_load()
+            for i in cutlass.range_constexpr(0, O_COLUMNS, 2):
+                rO[i], rO[i + 1] = cute.arch.mul_packed_f32x2(
+                    (rO[i], rO[i + 1]), (shrink, shrink)
+                )
+            cute.copy(stores.copy, rO, stores.tmem[None, None, j])
+        cute.arch.fence_view_async_tmem_store()
+    _signal_scaled(scaled)
+    return stats
+
+
+@cute.jit
+def _finish(
+    variant: cutlass.Constexpr,
+    x: Context,
+    index: cutlass.Constexpr[int],
+    work: Work,
+    ends: tuple,
+):
+    """Writes out, through shared memory, and lse of one query tile; returns the advanced ends."""
+    stats, o, out = ends
+    span, tile = work.span, work.tile
+    thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
+    number = span.first_row + index * ROWS + thread
+    full = stats.wait_and_advance()
+    total, maximum = x.smem.stats[thread, 0, index], x.smem.stats[thread, 1, index]
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        full.release()
+    sink = -Float32.inf
+    if tiles.is_present(x.scalars.sinks):
+        sink = tiles.element(
+            x.scalars.sinks, span.sequence * x.order.num_q_heads + tile.q_head
+        )
+    factor, lse = softmax.finish_whole_row(maximum, total, x.scalars.scale_log2, sink)
+    is_used = Boolean(True)
+    if const_expr(variant.is_general):
+        is_used = number < span.q_len
+        lse = lse if is_used else -Float32.inf
+    if number < span.q_slot:
+        x.arrays.lse[span.q_start + number, tile.q_head, tile.batch] = lse
+    o.wait_and_advance()
+    primitives.after_thread_sync()
+    slot = out.acquire_and_advance()
+    columns = variant.plan.columns(f"o{index}")
+    tO = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
+    loads = primitives.tmem_load(tO, CHUNK, thread)
+    for j in cutlass.range_constexpr(columns.cols // CHUNK):
+        rO = loads.piece()  # (32)
+        cute.copy(loads.copy, loads.tmem[None, None, j], rO)
+        cute.arch.fence_view_async_tmem_load()
+        for i in cutlass.range_constexpr(CHUNK):
+            # An unused query may hold anything, NaN too.
+            rO[i] = rO[i] * factor if is_used else Float32(0.0)
+        rounded = cute.make_rmem_tensor((CHUNK,), variant.dtype)
+        primitives.narrow(rO, rounded)
+        _put(variant, x, work, (index, thread), (rounded, j * CHUNK))
+    # HAZARD: these stores went through the generic proxy, TMA reads through the async one.
+    cute.arch.fence_view_async_shared()
+    _signal(slot)
+    return stats, o, out
+
+
+@cute.jit
+def _put(variant: cutlass.Constexpr, x: Context, work: Work, at: tuple, piece: tuple):
+    """Writes some columns of a row: to shared memory, for TMA, or where that may not be, globally.
+
+    ``at`` is (query tile, row of it), ``piece`` (rounded registers, first column).
+    """
+    index, thread = at
+    rounded, first = piece
+    if const_expr(not variant.is_general):
+        primitives.copy_row(rounded, x.smem.out[thread, None, index], first)
+    else:
+        number = work.span.first_row + index * ROWS + thread
+        if stores_whole_tile(x, work, index):
+            primitives.copy_row(rounded, x.smem.out[thread, None, index], first)
+        elif number < work.span.q_slot:
+            tile, row = work.tile, work.span.q_start + number
+            row = x.arrays.out_rows[row, None, tile.q_head, tile.batch]
+            primitives.copy_row(rounded, row, first)
+
+
+def stores_whole_tile(x: Context, work: Work, index: int) -> Boolean:
+    """Whether all 128 rows are the sequence's, or lie behind the array's end, which TMA knows.
+
+    Otherwise the rows of the next packed sequence are left alone, and no TMA store is issued.
+    """
+    end = work.span.first_row + (index + 1) * ROWS
+    return (end <= work.span.q_slot) | (x.scalars.sequences.cu_seqlens_q.toint() == 0)
+
+
+# store
+
+
+@cute.jit
+def store(variant: cutlass.Constexpr, x: Context, pipe: PipelineConsumer):
+    """Writes finished tiles to global memory by TMA. One warp.
+
+    waits   out full (correct)     signals out empty (correct)
+    """
+    out = pipe
+    tile = first_tile(variant, x)
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        for i in cutlass.range_constexpr(Q_TILES):
+            full = out.wait_and_advance()
+            if const_expr(not variant.is_general):
+                _store_tile(variant, x, work, i)
+            elif stores_whole_tile(x, work, i):
+                _store_tile(variant, x, work, i)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            with cute.arch.elect_one():
+                full.release()
+        tile = next_tile(variant, x, tile)
+
+
+@cute.jit
+def _store_tile(
+    variant: cutlass.Constexpr, x: Context, work: Work, index: cutlass.Constexpr[int]
+):
+    """One query tile; TMA leaves out the rows behind the array's last."""
+    rows = x.arrays.out[None, None, work.tile.q_head, work.tile.batch]
+    rows = cute.domain_offset((work.span.q_start + work.span.first_row, 0), rows)
+    gOut = cute.local_tile(rows, (ROWS, variant.key.value_dim), (None, 0))
+    sOut, gOut = primitives.tma_views(x.tma.out, x.smem.out, gOut)
+    cute.copy(x.tma.out, sOut[None, index], gOut[None, index])
+    cute.arch.cp_async_bulk_commit_group()
+
+
+# segments
+
+
+@cute.jit
+def find_segment_keys(variant: cutlass.Constexpr, x: Context):
+    """Narrows the tile's keys to those whose segment lies in the range of its queries' segments.
+
+    All threads of the CTA share the scan; the result goes to ``smem.segment_keys``.
+    """
+    scalars, sequences = x.scalars, x.scalars.sequences
+    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+    threads, block_q = variant.plan.threads, variant.config.block_q
+    tile, span = tiles.locate(sequences, _tile_at(variant, x.order, Int32(0)), block_q)
+    lowest, highest = Int32(0x7FFFFFFF), Int32(-0x80000000)
+    base = tile.batch * sequences.q_len + span.q_start
+    for i in cutlass.range_constexpr(block_q // edges.WARP):
+        row = cutlass.min(span.first_row + lane + i * edges.WARP, span.q_slot - 1)
+        segment = tiles.element(scalars.q_segments, base + cutlass.max(row, 0))
+        lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
+    lowest = cute.arch.warp_redux_sync(lowest, "min")
+    highest = cute.arch.warp_redux_sync(highest, "max")
+    first, end = span.kv_len, Int32(0)
+    base = tile.batch * sequences.kv_len + span.kv_start
+    for key in cutlass.range(thread, span.kv_len, threads, unroll=4):
+        segment = tiles.element(scalars.kv_segments, base + key)
+        if (segment >= lowest) & (segment <= highest):
+            first, end = cutlass.min(first, key), key + 1
+    first = cute.arch.warp_redux_sync(first, "min")
+    end = cute.arch.warp_redux_sync(end, "max")
+    if lane == 0:
+        cute.arch.atomic_min(x.smem.segment_keys.iterator, first, scope="cta")
+        cute.arch.atomic_max(x.smem.segment_keys.iterator + 1, end, scope="cta")
