@@ -33,8 +33,8 @@ _PLAIN = Problem(
 )
 
 
-def _banded(**fields: object) -> Problem:
-    return replace(_PLAIN, semantics=Semantics(scale=1.0, band=Band(**fields)))  # type: ignore[arg-type]
+def _banded(band: Band) -> Problem:
+    return replace(_PLAIN, semantics=Semantics(scale=1.0, band=band))
 
 
 _FEATURES: dict[str, Sequence[Problem]] = {
@@ -46,10 +46,10 @@ _FEATURES: dict[str, Sequence[Problem]] = {
     "any other D, Dv": [replace(_PLAIN, head_dim=80, value_dim=72)],
     "grouped-query, multi-query": [replace(_PLAIN, num_kv_heads=n) for n in (2, 1)],
     "`is_causal`, both alignments": [
-        _banded(is_causal=True),
-        _banded(is_causal=True, alignment="bottom_right"),
+        _banded(Band(is_causal=True)),
+        _banded(Band(is_causal=True, alignment="bottom_right")),
     ],
-    "`local_window_size`": [_banded(left=256, right=0), _banded(left=128, right=128)],
+    "`local_window_size`": [_banded(Band(left=256, right=0)), _banded(Band(left=128, right=128))],
     "`query_seq_lengths`, `key_value_seq_lengths`": [replace(_PLAIN, has_lengths=True)],
     "segment ids (packed documents)": [replace(_PLAIN, has_segments=True)],
     "`attention_varlen`": [replace(_PLAIN, batch=1, is_packed=True)],

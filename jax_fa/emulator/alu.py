@@ -13,10 +13,11 @@ import numpy as np
 
 from jax_fa.emulator.numerics import (
     NARROW,
-    add_down,
+    Format,
     bf16_bits,
     bf16_values,
     bf16x2_bits,
+    directed,
     flush,
     fma4,
     max_float,
@@ -129,6 +130,25 @@ def _multiply_high_64(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 define("mul.hi.u64", "u8", "u8 u8", _multiply_high_64)
 define("mul.hi.s64", "u8", "i8 i8", _multiply_high_64)
+
+for _name, _function in (("min", np.minimum), ("max", np.maximum)):
+    define(
+        f"{_name}.relu.s32",
+        "i4",
+        "i4 i4",
+        lambda a, b, f=_function: np.maximum(f(a, b), I4(0)),
+    )
+
+
+def _saturating(function: Callable) -> Callable:
+    limits = np.iinfo(I4)
+    return lambda a, b: np.clip(function(a.astype(I8), b), limits.min, limits.max).astype(I4)
+
+
+define("add.sat.s32", "i4", "i4 i4", _saturating(np.add))
+define("sub.sat.s32", "i4", "i4 i4", _saturating(np.subtract))
+define("sad.u32", "u4", "u4 u4 u4", lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c)
+define("sad.s32", "u4", "i4 i4 u4", lambda a, b, c: np.abs(a.astype(I8) - b).astype(U4) + c)
 
 # Bits.
 define("popc.b32", "u4", "u4", lambda a: np.bitwise_count(a).astype(U4))
@@ -367,7 +387,22 @@ define(
     "f4 f4 f4",
     lambda a, b, c: np.clip(np.nan_to_num(fma4(a, b, c), nan=0.0), F4(0), F4(1)),
 )
-define("add.rm.f32 add.rm.ftz.f32", "f4", "f4 f4", add_down)
+for _mode in ("rm", "rp", "rz"):
+    for _name, _kinds, _function in (
+        ("add", "f4 f4", np.add),
+        ("sub", "f4 f4", np.subtract),
+        ("mul", "f4 f4", np.multiply),
+        ("div", "f4 f4", np.divide),
+        ("fma", "f4 f4 f4", lambda a, b, c: a * b + c),
+    ):
+        _rounded = directed(_function, _mode)
+        define(f"{_name}.{_mode}.f32 {_name}.{_mode}.ftz.f32", "f4", _kinds, _rounded)
+        define(
+            f"{_name}.{_mode}.f32x2 {_name}.{_mode}.ftz.f32x2",
+            "pair",
+            _kinds.replace("f4", "pair"),
+            lambda *pairs, f=_rounded: (f(*(p[0] for p in pairs)), f(*(p[1] for p in pairs))),
+        )
 define(
     "div.full.f32 div.approx.f32 div.full.ftz.f32 div.approx.ftz.f32",
     "f4",
@@ -403,6 +438,16 @@ for _name, _function in _APPROXIMATE.items():
 define("ex2.approx.ftz.f32", "f4", "f4", _exp2_flushed)
 define("tanh.approx.f32", "f4", "f4", np.tanh)
 
+for _name, _function in (
+    ("finite", np.isfinite),
+    ("infinite", np.isinf),
+    ("number", lambda a: ~np.isnan(a)),
+    ("notanumber", np.isnan),
+    ("subnormal", lambda a: (a != 0) & (np.abs(a) < TINY)),
+    ("normal", lambda a: np.isfinite(a) & (np.abs(a) >= TINY)),
+):
+    define(f"testp.{_name}.f32", "pred", "f4", _function)
+
 # Packed float32 pairs.
 for _name, _function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
     define(
@@ -420,12 +465,6 @@ for _name, _function in (("add", np.add), ("sub", np.subtract), ("mul", np.multi
             flush(f(flush(a[1]), flush(b[1]))),
         ),
     )
-define(
-    "add.rm.f32x2 add.rm.ftz.f32x2",
-    "pair",
-    "pair pair",
-    lambda a, b: (add_down(a[0], b[0]), add_down(a[1], b[1])),
-)
 define(
     "fma.rn.f32x2",
     "pair",
@@ -491,6 +530,22 @@ for _type in ("f16", "bf16"):
         "u2 u2 f4",
         lambda a, b, c, load=NARROW[_type].load: fma4(load(a), load(b), c),
     )
+
+for _type in ("f16", "bf16"):
+    for _name, _function in (("ex2.approx", np.exp2), ("tanh.approx", np.tanh)):
+
+        def _approximate(
+            a: np.ndarray, f: Callable = _function, half: Format = NARROW[_type]
+        ) -> np.ndarray:
+            return half.store(f(half.load(a)).astype(F4))
+
+        define(f"{_name}.{_type} {_name}.ftz.{_type}", "u2", "u2", _approximate)
+        define(
+            f"{_name}.{_type}x2 {_name}.ftz.{_type}x2",
+            "u4",
+            "u4",
+            lambda a, one=_approximate: pack_halves(*(one(h) for h in split_halves(a))),
+        )
 
 # Conversions between integers: truncation and extension.
 for _to in ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"):

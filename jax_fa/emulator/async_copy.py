@@ -223,17 +223,22 @@ def _tensor_store(
 ) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots = warp.slots
+        issued: dict[tuple, Operation] = {}
         for lane in _lanes(mask):
             tensor = tensor_map_at(warp, descriptor(slots), lane)
             corner = tuple(int(c(slots)[lane]) for c in coordinates)
-            what = _who(warp, ins, f"TMA {'reduction' if reduction else 'store'} of box {corner}")
             address = int(shared(slots)[lane])
-            cta = warp.cta.cluster.cta_at(address)
-            chunks = packed_chunks(address & OFFSET_MASK, tensor.box_bytes, tensor.swizzle)
-            write = _box_writer(warp, tensor, corner, reduction)
-            operation = _read_then(warp, what, cta, chunks, write)
-            groups_of(warp, "bulk")[lane].open.append(operation)
-            warp.machine.count("bytes TMA store", tensor.box_bytes)
+            # Compilers let a whole warp issue one store: equal stores are one, equal sums are not.
+            key = (tensor, corner, address, lane if reduction else 0)
+            if key not in issued:
+                verb = "reduction" if reduction else "store"
+                what = _who(warp, ins, f"TMA {verb} of box {corner}")
+                cta = warp.cta.cluster.cta_at(address)
+                chunks = packed_chunks(address & OFFSET_MASK, tensor.box_bytes, tensor.swizzle)
+                write = _box_writer(warp, tensor, corner, reduction)
+                issued[key] = _read_then(warp, what, cta, chunks, write)
+                warp.machine.count(f"bytes TMA {verb}", tensor.box_bytes)
+            groups_of(warp, "bulk")[lane].open.append(issued[key])
 
     return run
 
@@ -500,6 +505,8 @@ def small_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 shared.written[place] = 1
             if claim is not None:
                 shared.end(claim)
+            # Unlike bulk copies these write through the generic proxy.
+            shared.mark_generic(np.unique(places // CHUNK), warp.cta.rank * 64 + warp.index)
 
         operation = _issue(warp, what, land)
         groups = groups_of(warp, "cp.async")

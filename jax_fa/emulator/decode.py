@@ -73,7 +73,8 @@ class Segment:
     """A straight run of instructions and how it ends.
 
     Exactly one of these ends a segment: `branch`, `run` (a control instruction), `exits`, or
-    nothing (it falls through to `next`).
+    nothing (it falls through to `next`). `computed` is the bit set of the registers it writes
+    other than by moves, which compilers add and remove at will.
     """
 
     __slots__ = (
@@ -88,6 +89,7 @@ class Segment:
         "next",
         "uses",
         "last_use",
+        "computed",
         "join",
     )
 
@@ -103,7 +105,15 @@ class Segment:
         self.next = -1
         self.uses: list[RegisterUse] = []
         self.last_use = RegisterUse(0, 0, False)
+        self.computed = 0
         self.join = -1
+
+    def add_use(self, instruction: Instruction) -> None:
+        """Adds what the next step does to registers."""
+        use = _register_use(instruction)
+        self.uses.append(use)
+        if not instruction.opcode.startswith("mov."):
+            self.computed |= use.written
 
 
 class Program(NamedTuple):
@@ -118,6 +128,7 @@ class Program(NamedTuple):
       shared: offset of every shared variable, and the end of the static ones under "".
       params: offset of every parameter in the parameter block.
       local_bytes: local memory of one thread.
+      has_wgmma: whether wgmma.fence matters.
     """
 
     kernel: Kernel
@@ -127,6 +138,7 @@ class Program(NamedTuple):
     shared: dict[str, int]
     params: dict[str, int]
     local_bytes: int
+    has_wgmma: bool
 
 
 def decode(kernel: Kernel) -> Program:
@@ -250,6 +262,7 @@ class Decoder:
             self.shared,
             self.params,
             self.local_bytes,
+            any(i.opcode.startswith("wgmma.mma_async") for i in instructions),
         )
 
     def _segment_starts(self) -> list[int]:
@@ -286,7 +299,7 @@ class Decoder:
         elif isinstance(unit, Pure):
             full, masked = self._pure(instruction, unit)
             segment.steps.append(instruction)
-            segment.uses.append(_register_use(instruction))
+            segment.add_use(instruction)
             segment.full.append(full)
             segment.masked.append(masked)
         else:
@@ -294,10 +307,12 @@ class Decoder:
             if unit.blocks:
                 segment.last, segment.run = instruction, run
                 segment.last_use = _register_use(instruction)
+                if not segment.last_use.is_multiply:
+                    segment.computed |= segment.last_use.written
             else:
                 step = _effect_step(run, segment.guard)
                 segment.steps.append(instruction)
-                segment.uses.append(_register_use(instruction))
+                segment.add_use(instruction)
                 segment.full.append(step)
                 segment.masked.append(step)
 

@@ -348,9 +348,9 @@ class Machine:
                 idle_turns += 1
             else:
                 idle_since, idle_turns = self.progress, 0
-            runnable = self._pick()
             if self.pipes and self.options.completion == "random" and self.random.chance(0.25):
                 self._advance(self.random.choice(list(self.pipes)))
+            runnable = self._pick()
             if idle_turns > PATIENCE and (self.pipes or self.waiting):
                 # Every runnable warp may be spinning on memory that only these can change.
                 idle_turns = 0
@@ -521,6 +521,8 @@ class Machine:
             segment = segments[number]
             visits[number] = visits.get(number, 0) + 1
             warp.mask = fragment.mask
+            if self.program.has_wgmma:
+                warp.unfenced |= segment.computed
             self._run_steps(warp, segment)
             if segment.last is None:
                 fragment.segment = segment.next

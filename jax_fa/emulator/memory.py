@@ -218,6 +218,10 @@ class SharedMemory:
         self.version += 1
         self.views[values.dtype.itemsize].reshape(-1, values.shape[1])[index] = values
         self.written.reshape(-1, width)[index] = 1
+        self.mark_generic(chunks, warp)
+
+    def mark_generic(self, chunks: np.ndarray, warp: int) -> None:
+        """Generic writes of a warp, which a proxy fence must publish."""
         self.owner[chunks] = warp + 1
         self.touched.setdefault(warp, []).append(chunks)
 

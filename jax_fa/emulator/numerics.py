@@ -21,11 +21,27 @@ def fma4(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (a.astype(np.float64) * b + c).astype(a.dtype)
 
 
-def add_down(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns a + b rounded towards minus infinity."""
-    exact = a.astype(np.float64) + b
-    nearest = exact.astype(F4)
-    return np.where(nearest > exact, np.nextafter(nearest, F4(-np.inf)), nearest)
+_BEYOND = {
+    "rm": lambda nearest, exact: nearest > exact,
+    "rp": lambda nearest, exact: nearest < exact,
+    "rz": lambda nearest, exact: np.abs(nearest) > np.abs(exact),
+}
+_TOWARDS = {"rm": F4(-np.inf), "rp": F4(np.inf), "rz": F4(0)}
+
+
+def directed(function: Callable, mode: str) -> Callable:
+    """A float32 operation rounded down (rm), up (rp) or towards zero (rz) by way of float64.
+
+    Exact for sums and products of two; an fma may be off in its last bit in rare cases.
+    """
+
+    def rounded(*operands: np.ndarray) -> np.ndarray:
+        exact = function(*(o.astype(np.float64) for o in operands))
+        nearest = exact.astype(F4)
+        beyond = _BEYOND[mode](nearest, exact)
+        return np.where(beyond, np.nextafter(nearest, _TOWARDS[mode]), nearest)
+
+    return rounded
 
 
 max_float = np.fmax

@@ -122,6 +122,8 @@ class Warp:
         self.visits: dict[int, int] = {}
         self.in_flight: list[InFlight] = []
         self.busy = 0
+        # Registers computed since the last wgmma.fence; kept for kernels with wgmma only.
+        self.unfenced = 0
         self.local = (
             np.full((LANES, max(program.local_bytes, 1)), 0xFF, dtype=np.uint8)
             if program.local_bytes
@@ -148,6 +150,8 @@ class Warp:
         """Registers come back."""
         self.in_flight = [o for o in self.in_flight if o not in operations]
         self.busy = 0
+        # Registers computed since the last wgmma.fence; kept for kernels with wgmma only.
+        self.unfenced = 0
         for operation in self.in_flight:
             self.busy |= operation.written | operation.read
 

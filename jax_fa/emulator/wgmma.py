@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jax_fa.emulator.decode import Decoder
-from jax_fa.emulator.faults import DivergenceError
+from jax_fa.emulator.faults import AsyncHazardError, DivergenceError
 from jax_fa.emulator.layouts import Tile, matrix_descriptor
 from jax_fa.emulator.matrix import ELEMENT_BYTES, SharedOperand
 from jax_fa.emulator.memory import Claim
@@ -148,6 +148,10 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         warp.line = ins.line
         if warp.index // 4 * 4 + 4 > len(warp.cta.warps):
             raise DivergenceError("wgmma needs a whole warpgroup of four warps")
+        if warp.unfenced & (written | read):
+            raise AsyncHazardError(
+                "wgmma.mma_async uses registers written since the last wgmma.fence"
+            )
         slots, shared = warp.slots, warp.cta.shared
         who = f"the wgmma issued by CTA {warp.cta.number} warp {warp.index} at line {ins.line}"
         issued = _Multiply(accumulator, InFlight(written, read, who, "wgmma.wait_group"))
@@ -177,11 +181,16 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     return run
 
 
-@effect("wgmma.fence.sync.aligned")
+@control("wgmma.fence.sync.aligned")
 def wgmma_fence(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
-    """wgmma.fence orders register accesses, which are in order here."""
+    """wgmma.fence: registers written so far may be used by wgmma.mma_async."""
     mods.done()
-    return lambda warp, mask: warp.need_full(mask, ins.opcode)
+
+    def run(warp: Warp, mask: np.ndarray) -> None:
+        warp.need_full(mask, ins.opcode)
+        warp.unfenced = 0
+
+    return run
 
 
 @effect("wgmma.commit_group.sync.aligned")

@@ -268,39 +268,38 @@ class TmemCopy(NamedTuple):
 
     Attributes:
         copy: the tiled copy.
-        tmem: (registers, 1, number of pieces), this thread's row.
-        shape: of registers for all pieces; a linear index into them is a column.
+        tmem: (32 x columns of a piece, 1, number of pieces), the rows of this thread's warp.
     """
 
     copy: cute.TiledCopy
     tmem: cute.Tensor
-    shape: tuple
+
+    @property
+    def width(self) -> int:
+        """Columns of a piece."""
+        return cute.size(self.tmem, mode=[0]) // 32
 
     def whole_row(self) -> cute.Tensor:
-        """Registers for all pieces."""
-        return cute.make_rmem_tensor(self.shape, Float32)
+        """Registers for all pieces of this thread's row; a linear index is a column."""
+        return cute.make_rmem_tensor(((self.width, 1), 1, cute.size(self.tmem, mode=[2])), Float32)
 
     def piece(self) -> cute.Tensor:
         """Registers for one piece."""
-        return cute.make_rmem_tensor(self.shape[:2], Float32)
+        return cute.make_rmem_tensor(((self.width, 1), 1), Float32)
 
 
 def tmem_load(rows: cute.Tensor, width: int, thread: Int32) -> TmemCopy:
     """Loads of ``width`` columns of ``rows`` by the ``thread``-th of 128 threads."""
     op = tcgen05.copy.Ld32x32bOp(tcgen05.copy.Repetition(width))
     copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), rows)
-    mine = copy.get_slice(thread)
-    registers = mine.partition_D(cute.make_identity_tensor(rows.shape))
-    return TmemCopy(copy, mine.partition_S(rows), registers.shape)
+    return TmemCopy(copy, copy.get_slice(thread).partition_S(rows))
 
 
 def tmem_store(rows: cute.Tensor, width: int, thread: Int32) -> TmemCopy:
     """Stores of ``width`` columns of ``rows`` by the ``thread``-th of 128 threads."""
     op = tcgen05.copy.St32x32bOp(tcgen05.copy.Repetition(width))
     copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), rows)
-    mine = copy.get_slice(thread)
-    registers = mine.partition_S(cute.make_identity_tensor(rows.shape))
-    return TmemCopy(copy, mine.partition_D(rows), registers.shape)
+    return TmemCopy(copy, copy.get_slice(thread).partition_D(rows))
 
 
 def copy_row(source: cute.Tensor, row: cute.Tensor, first: int) -> None:

@@ -10,7 +10,7 @@ tells another what comes next.
   order, so every second round runs backwards: the CTA with the longest tile of one round has the
   shortest of the next (LPT scheduling; FlashAttention-4 reports 4 to 14 % from it on H200).
 * ``one_per_cta``: the order of ``longest_first``, one tile for each CTA of the grid, left to the
-  hardware to balance: for packed sequences and segments, whose costs only the kernel knows.
+  hardware to balance: for segments, whose costs only the kernel knows.
 """
 
 from typing import NamedTuple
@@ -127,12 +127,16 @@ def _in_band(order: Order, slot: Int32, band: Int32, place: Int32) -> Tile:
     )
 
 
+@cute.jit
 def one_per_cta(order: Order, slot: Int32) -> Tile:
     """The only tile of this CTA, at ``slot`` 0."""
-    cta, *_ = cute.arch.block_idx()
-    band_size = order.heads_per_band * order.num_q_blocks
-    tile = _in_band(order, slot, cta // band_size, cta % band_size)
-    return tile._replace(is_valid=tile.is_valid & (slot == 0))
+    nowhere = Int32(0)
+    tile = Tile(Boolean(False), slot, nowhere, nowhere, nowhere, nowhere)
+    if slot == 0:
+        cta, *_ = cute.arch.block_idx()
+        band_size = order.heads_per_band * order.num_q_blocks
+        tile = _in_band(order, slot, cta // band_size, cta % band_size)
+    return tile
 
 
 class Sequences(NamedTuple):
@@ -192,11 +196,12 @@ def element_or(pointer: cute.Pointer, index: Int32, default: Int32) -> Int32:
 
 
 @cute.jit
-def locate(sequences: Sequences, tile: Tile, block_q: cutlass.Constexpr[int]) -> tuple:
-    """The sequence of ``tile``, and the tile with ``is_valid`` settled. All lanes of a warp call.
+def locate(sequences: Sequences, tile: Tile, block_q: cutlass.Constexpr[int]) -> Span:
+    """The sequence of ``tile``. All lanes of a warp call.
 
     In packed arrays the tile's ``q_block`` counts through the blocks of all sequences, and of the
-    rows behind the last one, which form a sequence without keys so that they too are written.
+    rows behind the last one, which form a sequence without keys so that they too are written. A
+    tile beyond those has no rows.
     """
     s = sequences
     span = Span(
@@ -233,7 +238,6 @@ def locate(sequences: Sequences, tile: Tile, block_q: cutlass.Constexpr[int]) ->
                 first = passed + cute.arch.shuffle_sync(upto - blocks, source)
             passed = passed + cute.arch.shuffle_sync(upto, 31)
             begin = begin + 32
-        tile = tile._replace(is_valid=tile.is_valid & (found >= 0))
         number = cutlass.max(found, 0)
         q_start = element(s.cu_seqlens_q, number)
         q_end, kv_start, kv_end = s.q_len, Int32(0), Int32(0)
@@ -255,4 +259,6 @@ def locate(sequences: Sequences, tile: Tile, block_q: cutlass.Constexpr[int]) ->
         )
         if number == s.num_sequences:
             span = span._replace(q_len=Int32(0))
-    return tile, span
+        if found < 0:
+            span = span._replace(q_slot=Int32(0), q_len=Int32(0), kv_len=Int32(0))
+    return span

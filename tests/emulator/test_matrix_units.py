@@ -303,6 +303,12 @@ def test_wgmma_reads_only_what_a_fence_published():
     )
 
 
+def test_wgmma_registers_need_a_fence_after_they_were_computed():
+    body = wgmma_setup() + "add.f32 %r100, %r101, %r102;" + wgmma(100, "%d10", "%d11") + FINISH
+    error = wgmma_fails(AsyncHazardError, "registers written since the last wgmma.fence", body)
+    assert error.place.line == line_of(body, "wgmma.mma_async", ["a", "b", "out"], WGMMA_SHARED)
+
+
 # tcgen05.
 
 ALLOCATE = """

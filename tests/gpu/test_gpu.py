@@ -125,12 +125,10 @@ def test_padding_with_nan_does_not_leak():
     lengths = np.array([100], np.int32)
     padded = dataclasses.replace(case, q_lengths=(100,), kv_lengths=(100,))
     given = data(padded, "bfloat16")
-    poisoned = [np.array(x) for x in given.operands[:3]]
-    for x in poisoned:
+    q, k, v, dout = (np.array(x) for x in (*given.operands[:3], given.cotangents[0]))
+    for x in (q, k, v, dout):
         x[:, 100:] = np.nan
-    operands = Operands(*poisoned, q_lengths=lengths, kv_lengths=lengths)
-    dout = np.array(given.cotangents[0])
-    dout[:, 100:] = np.nan
+    operands = Operands(q, k, v, q_lengths=lengths, kv_lengths=lengths)
     got = run(
         padded, given._replace(operands=operands, cotangents=(dout, given.cotangents[1])), "cuda"
     )

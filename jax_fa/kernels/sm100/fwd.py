@@ -112,12 +112,14 @@ def kernel(
                 cute.arch.mbarrier_init(smem.scrub, 1)
                 smem.segment_keys[0] = Int32(UNBOUNDED)
                 smem.segment_keys[1] = Int32(0)
-    pipes = {
-        edge.data: edges.make_edge(
-            plan, edge.data, storage.mbarriers.data_ptr() + plan.first_mbarrier(edge.data)
-        )
-        for edge in plan.edges
-    }
+
+    def make_edge(data: str) -> tuple:
+        first = storage.mbarriers.data_ptr() + plan.first_mbarrier(data)
+        return edges.make_edge(plan, data, first)
+
+    q, kv, o, out = (make_edge(data) for data in ("q", "kv", "o", "out"))
+    s0, p0, p_rest0, stats0, scaled0 = (make_edge(f"{data}0") for data in roles.TILE_EDGES)
+    s1, p1, p_rest1, stats1, scaled1 = (make_edge(f"{data}1") for data in roles.TILE_EDGES)
     tmem_address = storage.tmem.data_ptr()
     if warp == plan.role("correct").warps.start:
         cute.arch.alloc_tmem(edges.TMEM_COLS, tmem_address)
@@ -133,25 +135,56 @@ def kernel(
         if tiles.is_present(scalars.q_segments):
             roles.find_segment_keys(variant, x)
             cute.arch.sync_threads()
-    dispatch(variant, x, pipes, warp)
-
-
-def ends(pipes: dict, names: tuple[str, ...], side: int) -> list:
-    """The producer (0) or consumer (1) ends of some edges; "s*" is the pair of s0 and s1."""
-    found = []
-    for name in names:
-        if name.endswith("*"):
-            found.append(tuple(pipes[f"{name[:-1]}{tile}"][side] for tile in range(Q_TILES)))
+    # setmaxnreg works on warpgroups: the four single warps share a value.
+    if warp < plan.role("correct").warps.start:
+        cute.arch.setmaxregister_increase(plan.role("softmax0").registers)
+        if warp < plan.role("softmax1").warps.start:
+            ends = roles.SoftmaxPipes(s0[1], p0[0], p_rest0[0], stats0[0])
+            roles.attend(variant, x, 0, ends)
         else:
-            found.append(pipes[name][side])
-    return found
+            ends = roles.SoftmaxPipes(s1[1], p1[0], p_rest1[0], stats1[0])
+            roles.attend(variant, x, 1, ends)
+    elif warp < plan.role("mma").warps.start:
+        cute.arch.setmaxregister_decrease(plan.role("correct").registers)
+        ends = roles.CorrectPipes(
+            (stats0[1], stats1[1]), (scaled0[0], scaled1[0]), o[1], out[0]
+        )
+        roles.correct(variant, x, ends)
+        # HAZARD: tensor memory is given back when nobody reads it any more; its last readers are
+        # the four warps of this role.
+        done = plan.barrier("correct")
+        cute.arch.barrier(barrier_id=done.index, number_of_threads=done.threads)
+        if warp == plan.role("correct").warps.start:
+            cute.arch.dealloc_tmem(tmem, edges.TMEM_COLS)
+    else:
+        cute.arch.setmaxregister_decrease(plan.role("mma").registers)
+        if warp == plan.role("mma").warps.start:
+            ends = roles.MmaPipes(
+                q[1],
+                kv[1],
+                (s0[0], s1[0]),
+                (p0[1], p1[1]),
+                (p_rest0[1], p_rest1[1]),
+                (scaled0[1], scaled1[1]),
+                o[0],
+            )
+            roles.mma(variant, x, ends)
+        elif warp == plan.role("store").warps.start:
+            roles.store(variant, x, out[1])
+        elif warp == plan.role("load").warps.start:
+            roles.load(variant, x, roles.LoadPipes(q[0], kv[0]))
 
 
-@cute.jit
-def dispatch(
-    variant: cutlass.Constexpr, x: Context, pipes: cutlass.Constexpr[dict], warp: Int32
-):
-    """Sends every warp to its role, with as many registers as that has."""
+def dense(pointer: cute.Pointer, heads: tuple, width: int) -> cute.Tensor:
+    """A dense [batch, length, heads, width] array as (length, width, heads, batch)."""
+    batch, length, num_heads = heads
+    row = num_heads.to(Int64) * width
+    return cute.make_tensor(
+        pointer,
+        cute.make_layout(
+            (length, width, num_heads, batch), stride=(row, 1, width, row * length)
+        ),
+    )
 
 
 def make_entry(key: KernelKey, config: Config):
@@ -159,3 +192,104 @@ def make_entry(key: KernelKey, config: Config):
 
     The entry's parameters are those of ``abi.FORWARD``.
     """
+    variant = Variant(key, config, forward_plan(key, config))
+
+    @cute.jit
+    def forward(
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        q_lengths: cute.Pointer,
+        kv_lengths: cute.Pointer,
+        cu_seqlens_q: cute.Pointer,
+        cu_seqlens_k: cute.Pointer,
+        q_segments: cute.Pointer,
+        kv_segments: cute.Pointer,
+        q_offset: cute.Pointer,
+        sinks: cute.Pointer,
+        batch: Int32,
+        num_sequences: Int32,
+        q_len: Int32,
+        kv_len: Int32,
+        num_q_heads: Int32,
+        num_kv_heads: Int32,
+        scale: Float32,
+        soft_cap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        bottom_right: Int32,
+        num_sms: Int32,
+        stream: cuda.CUstream,
+    ):
+        layouts = make_layouts(variant)
+        queries, keys = (batch, q_len, num_q_heads), (batch, kv_len, num_kv_heads)
+        gOut = dense(out, queries, key.value_dim)
+        one = (None, None, 0)
+        q_tile, k_tile = (ROWS, key.head_dim), (BLOCK_KV, key.head_dim)
+        v_tile, out_tile = (BLOCK_KV, key.value_dim), (ROWS, key.value_dim)
+        gQ, gK = dense(q, queries, key.head_dim), dense(k, keys, key.head_dim)
+        gV = dense(v, keys, key.value_dim)
+        tma_q, mQ = primitives.tma_load(gQ, cute.slice_(layouts.q, one), q_tile)
+        tma_k, mK = primitives.tma_load(gK, cute.slice_(layouts.k, one), k_tile)
+        tma_v, mV = primitives.tma_load(gV, cute.slice_(layouts.v, one), v_tile)
+        tma_out, mOut = primitives.tma_store(gOut, cute.slice_(layouts.out, one), out_tile)
+        lse_row = num_q_heads.to(Int64)
+        mLse = cute.make_tensor(
+            lse,
+            cute.make_layout((q_len, num_q_heads, batch), stride=(lse_row, 1, lse_row * q_len)),
+        )
+        num_q_blocks = cute.ceil_div(q_len, config.block_q)
+        if const_expr(variant.is_general):
+            if tiles.is_present(cu_seqlens_q):
+                # Each sequence, and what lies behind the last, may end in a partly filled block.
+                num_q_blocks = q_len // config.block_q + num_sequences + 1
+        group = num_q_heads // num_kv_heads
+        kv_bytes = kv_len * (2 * (key.head_dim + key.value_dim)) // group
+        order = tiles.make_order(
+            batch * num_q_heads, num_q_heads, group, num_q_blocks, kv_bytes, num_sms
+        )
+        score_scale = scale
+        if const_expr(key.has_soft_cap):
+            score_scale = soft_cap
+        sequences = tiles.Sequences(
+            q_lengths,
+            kv_lengths,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            q_offset,
+            num_sequences,
+            q_len,
+            kv_len,
+        )
+        scalars = Scalars(
+            sequences,
+            window_left,
+            window_right,
+            bottom_right,
+            scale / soft_cap * (2.0 * softmax.LOG2_E),
+            score_scale * softmax.LOG2_E,
+            sinks,
+            q_segments,
+            kv_segments,
+        )
+        num_ctas = order.num_heads * num_q_blocks
+        if const_expr(config.is_persistent):
+            num_ctas = cutlass.min(num_sms, num_ctas)
+        kernel(
+            variant,
+            Tma(tma_q, tma_k, tma_v, tma_out),
+            Arrays(mQ, mK, mV, mOut, gOut, mLse),
+            scalars,
+            order,
+        ).launch(
+            grid=(num_ctas, 1, 1),
+            block=(variant.plan.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    dtype = variant.dtype
+    element = {"lse": Float32, "sinks": Float32, "q": dtype, "k": dtype, "v": dtype, "out": dtype}
+    return forward, primitives.stand_ins(abi.FORWARD, element)

@@ -24,6 +24,8 @@ from jax_fa.kernels.sm100.plan import (
     Config,
 )
 
+TILE_EDGES = ("s", "p", "p_rest", "stats", "scaled")
+"""Edges that each query tile has for itself."""
 SLAB = 16
 """Depth of one tcgen05.mma of 16-bit elements."""
 O_COLUMNS = 16
@@ -574,9 +576,9 @@ def _step(
         softmax.cap(rS, x.scalars.cap_inner_log2)
     if const_expr(kind.is_first):
         if block >= blocks.full_end:
-            _mask(variant, x, kind.index, row, work, (rS, block))
+            _mask(variant, x, kind.index, row, work, rS, block)
     elif const_expr(kind.is_masked):
-        _mask(variant, x, kind.index, row, work, (rS, block))
+        _mask(variant, x, kind.index, row, work, rS, block)
     raised = softmax.raise_maximum(
         row.maximum[0], softmax.whole_row_max(rS), scale_log2, RESCALE_LOG2
     )
@@ -608,10 +610,10 @@ def _mask(
     index: cutlass.Constexpr[int],
     row: Row,
     work: Work,
-    scores: tuple,
+    rS: cute.Tensor,
+    block: Int32,
 ):
-    """Hides what this thread's row may not see of a block; ``scores`` is (fragment, block)."""
-    rS, block = scores
+    """Hides what this thread's row may not see of a block."""
     first_key = block * BLOCK_KV
     number = work.span.first_row + index * ROWS + row.thread
     keys = key_range(work.window, number, minimum=cutlass.min, maximum=cutlass.max)
@@ -692,13 +694,13 @@ def _rescale(
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         full.release()
+    columns = variant.plan.columns(f"o{index}")
+    tO = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
+    loads = primitives.tmem_load(tO, O_COLUMNS, thread)
+    stores = primitives.tmem_store(tO, O_COLUMNS, thread)
     if cute.arch.vote_any_sync(shrink < 1.0):
         primitives.after_thread_sync()
-        columns = variant.plan.columns(f"o{index}")
-        tO = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
-        loads = primitives.tmem_load(tO, O_COLUMNS, thread)
-        stores = primitives.tmem_store(tO, O_COLUMNS, thread)
-        for j in cutlass.range_constexpr(columns.cols // O_COLUMNS):
+        for j in cutlass.range_constexpr(variant.key.value_dim // O_COLUMNS):
             rO = loads.piece()  # (16)
             cute.copy(loads.copy, loads.tmem[None, None, j], rO)
             cute.arch.fence_view_async_tmem_load()

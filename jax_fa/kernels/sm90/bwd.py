@@ -2,12 +2,10 @@
 
     prepare            delta, log2-sum-exp2 by query row; dQ sums = 0        (bwd_rows.py)
     main   load        k  q(0)  v  do(0)  q(1)  do(1) ...
-           attend i    S(0) | dP(0)  P dV dS |barrier| dQ dK S(1) | dP(1)  P dV dS |barrier| ...
+           attend i    S dP(0)  P dS |barrier| dV dQ dK(0)  dq += | S dP(1)  P dS |barrier| ...
            attend j    the same for 64 other keys
     finish             dQ sums -> dq; parts of dK, dV -> dk, dv; dsinks      (bwd_rows.py)
 
-A consumer issues the product S of the next query block together with dQ and dK of the current one,
-so that the tensor cores stay busy while dQ is added to global memory and the next P is computed.
 The method is FlashAttention's (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608); roles, edges
 and memory: ``plan_bwd.py``; conventions: ``jax_fa/problem.py``.
 """
@@ -22,7 +20,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.band import UNBOUNDED, Blocks, Window, ceil_div, last_kv_block, q_blocks, row_range
+from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, last_kv_block, q_blocks, row_range
 from jax_fa.config import BwdConfig, KernelKey
 from jax_fa.kernels import abi, edges, primitives, softmax, tiles
 from jax_fa.kernels.sm90 import bwd_rows
@@ -44,6 +42,11 @@ class Variant(NamedTuple):
     def dtype(self) -> type:
         """Element type of the arrays."""
         return primitives.DTYPES[self.key.dtype]
+
+    @property
+    def is_general(self) -> bool:
+        """Everything that can hide a key may be there."""
+        return self.key.mask == "general"
 
     @property
     def dq_shape(self) -> tuple[int, int]:
@@ -111,13 +114,18 @@ class Smem(NamedTuple):
 class Scalars(NamedTuple):
     """Run-time values that every tile shares."""
 
-    q_len: Int32
-    kv_len: Int32
-    shift: Int32
+    keys: tiles.Sequences  # with queries and keys exchanged: tiles are cut from keys here
+    q_offset: cute.Pointer
+    q_segments: cute.Pointer
+    kv_segments: cute.Pointer
+    window_left: Int32
+    window_right: Int32
+    bottom_right: Int32
     group: Int32
     splits: Int32
     scale: Float32
-    scale_log2: Float32
+    score_log2: Float32  # factor of a score, capped or not, that makes it a logit in base 2
+    cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
     deterministic: Int32
 
 
@@ -169,10 +177,14 @@ class Work(NamedTuple):
     """A tile, with all that follows from it.
 
     Attributes:
-        tile: ``q_block`` counts key blocks here.
-        window: the band of its sequence.
+        tile: ``q_block`` counts key blocks of the sequence here.
+        window: the band of the sequence.
         blocks: its query blocks.
         is_partial: it has keys beyond the sequence.
+        kv_start: first key of the sequence in the array.
+        kv_slot: keys of the sequence that are written.
+        q_start: first query of the sequence in the array.
+        scratch_row: first row of the sequence in ``Scratch``.
         first_head: its first query head.
         num_heads: its query heads.
         num_steps: query blocks of all its heads.
@@ -182,17 +194,29 @@ class Work(NamedTuple):
     window: Window
     blocks: Blocks
     is_partial: Boolean
+    kv_start: Int32
+    kv_slot: Int32
+    q_start: Int32
+    scratch_row: Int32
     first_head: Int32
     num_heads: Int32
     num_steps: Int32
 
 
 class Step(NamedTuple):
-    """Where in a tile's work a consumer is."""
+    """Where in a tile's work a consumer is.
+
+    Attributes:
+        q_block: query block.
+        head: query head.
+        parity: which of the two dS buffers.
+        owed: element of ``Scratch.turns`` that the step before has yet to pass on; -1 for none.
+    """
 
     q_block: Int32
     head: Int32
     parity: Int32
+    owed: Int32
 
 
 @cute.jit
@@ -200,10 +224,14 @@ def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
     """The tile at a position of this CTA's list.
 
     With a causal mask the first key block has the most queries and comes first. A deterministic
-    run starts at the last one, which waits for no other (``add_dq``).
+    run starts at the last one, which waits for no other (``await_turn``).
     """
-    order_of = tiles.longest_first if variant.key.mask == "causal" else tiles.row_order
-    tile = order_of(x.order, slot)
+    tile = tiles.row_order(x.order, slot)
+    if const_expr(variant.key.mask == "causal"):
+        tile = tiles.longest_first(x.order, slot)
+    if const_expr(variant.is_general):
+        tile = tiles.one_per_cta(x.order)
+        tile = tile._replace(is_valid=tile.is_valid & (slot == 0), slot=slot)
     block = x.order.num_q_blocks - 1 - tile.q_block
     if x.scalars.deterministic != 0:
         block = tile.q_block
@@ -212,10 +240,21 @@ def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
 
 @cute.jit
 def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
-    """What there is to do for ``tile``."""
+    """What there is to do for ``tile``. Called by whole warps."""
     config, scalars = variant.config, x.scalars
-    right = 0 if const_expr(variant.key.mask == "causal") else UNBOUNDED
-    window = Window(scalars.shift, UNBOUNDED, right, scalars.q_len, scalars.kv_len)
+    keys = scalars.keys
+    left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
+    zero = Int32(0)
+    # Roles are exchanged: q_* are keys, kv_* are queries.
+    span = tiles.Span(tile.batch, zero, zero, keys.q_len, keys.q_len, keys.kv_len, zero, zero)
+    if const_expr(variant.is_general):
+        span = tiles.locate(keys, tile, config.block_kv)
+        tile = tile._replace(q_block=span.first_row // config.block_kv)
+        left, right = scalars.window_left, scalars.window_right
+    q_len, kv_len = span.kv_len, span.q_len
+    aligned = Band(alignment="bottom_right").shift(q_len, kv_len)
+    shift = tiles.element_or(scalars.q_offset, span.sequence, zero)
+    window = Window(shift + scalars.bottom_right * aligned, left, right, q_len, kv_len)
     first_key = tile.q_block * config.block_kv
     blocks = q_blocks(
         window,
@@ -225,14 +264,24 @@ def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
         minimum=cutlass.min,
         maximum=cutlass.max,
     )
+    if first_key >= kv_len:
+        blocks = Blocks(zero, zero, zero, zero)
+    if const_expr(variant.is_general):
+        if tiles.is_present(scalars.q_segments):
+            blocks = Blocks(blocks.start, blocks.start, blocks.start, blocks.end)
     per_part = ceil_div(scalars.group, scalars.splits)
     first = tile.q_head % scalars.splits * per_part
     num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)
+    q_start = span.kv_start
     return Work(
         tile,
         window,
         blocks,
-        first_key + config.block_kv > window.kv_len,
+        first_key + config.block_kv > kv_len,
+        span.q_start,
+        span.q_slot,
+        q_start,
+        bwd_rows.first_row(config.block_q, span.sequence, q_start + tile.batch * keys.kv_len),
         tile.kv_head * scalars.group + first,
         num_heads,
         num_heads * (blocks.end - blocks.start),
@@ -249,15 +298,10 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
         if work.num_steps > 0:
             slot = k.acquire_and_advance()
             load_keys(variant, (x.tma.k, x.arrays.k, x.smem.k), work, slot)
-            slot = q.acquire_and_advance()
-            load_queries(variant, x, work, (Int32(0), work.blocks.start), slot)
             slot = v.acquire_and_advance()
             load_keys(variant, (x.tma.v, x.arrays.v, x.smem.v), work, slot)
-            slot = dout.acquire_and_advance()
-            load_douts(variant, x, work, (Int32(0), work.blocks.start), slot)
             for head in cutlass.range(work.num_heads, unroll=1):
-                first = work.blocks.start + (1 if head == 0 else 0)
-                for block in cutlass.range(first, work.blocks.end, unroll=1):
+                for block in cutlass.range(work.blocks.start, work.blocks.end, unroll=1):
                     slot = q.acquire_and_advance()
                     load_queries(variant, x, work, (head, block), slot)
                     slot = dout.acquire_and_advance()
@@ -275,6 +319,7 @@ def load_keys(variant: cutlass.Constexpr, copied: tuple, work: Work, slot):
     """The tile's block of keys, or of values: ``copied`` is (TMA, array, smem)."""
     tma, array, smem = copied
     rows = array[None, None, work.tile.kv_head, work.tile.batch]
+    rows = cute.domain_offset((work.kv_start, 0), rows)
     shape = (variant.config.block_kv, cute.size(smem, mode=[1]))
     target, source = primitives.tma_views(tma, smem, cute.local_tile(rows, shape, (None, 0)))
     cute.copy(tma, source[None, work.tile.q_block], target, tma_bar_ptr=slot.barrier)
@@ -300,6 +345,7 @@ def load_rows(variant: cutlass.Constexpr, copied: tuple, work: Work, at: tuple, 
     tma, array, smem = copied
     head, block = at
     rows = array[None, None, work.first_head + head, work.tile.batch]
+    rows = cute.domain_offset((work.q_start, 0), rows)
     shape = (variant.config.block_q, cute.size(smem, mode=[1]))
     target, source = primitives.tma_views(tma, smem, cute.local_tile(rows, shape, (None, 0)))
     cute.copy(tma, source[None, block], target[None, slot.index], tma_bar_ptr=slot.barrier)
@@ -312,7 +358,7 @@ def load_stats(
     """One float of each row of a query block: ``copied`` is (scratch array, smem)."""
     array, smem = copied
     head, block = at
-    row = x.scratch.first_row(variant.config.block_q, work.tile.batch) + block * variant.config.block_q
+    row = work.scratch_row + block * variant.config.block_q
     source = cute.domain_offset((row,), array[None, work.first_head + head])
     primitives.bulk_load(source, smem[None, slot.index], slot.barrier)
 
@@ -332,23 +378,26 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
         c.dv.fill(0.0)
         if work.num_steps > 0:
             k_full = k.wait_and_advance()
-            issue_s(c, q.wait().index)
             v_full = v.wait_and_advance()
-            warpgroup.wait_group(0)
-            at = Step(work.blocks.start, work.first_head, parity)
-            for _ in cutlass.range(work.num_steps - 1, unroll=1):
-                q, dout = step(variant, True, x, c, (q, dout), (work, at))
-                at = following(work, at)
-            q, dout = step(variant, False, x, c, (q, dout), (work, at))
-            parity = 1 - at.parity
+            if const_expr(variant.is_general):
+                if work.is_partial:
+                    used = work.window.kv_len - work.tile.q_block * variant.config.block_kv
+                    scrub(variant, c, x.smem.k, used)
+                    scrub(variant, c, x.smem.v, used)
+            at = Step(work.blocks.start, work.first_head, parity, Int32(-1))
+            for _ in cutlass.range(work.num_steps, unroll=1):
+                q, dout = step(variant, x, c, (q, dout), (work, at))
+                at = following(variant, x, work, at)
+            parity = at.parity
             v_full.release()
             k_full.release()
+            pass_last_turn(variant, x, c, at)
         store(variant, x, c, work)
         tile = tile_at(variant, x, tile.slot + 1)
 
 
 @cute.jit
-def following(work: Work, at: Step) -> Step:
+def following(variant: cutlass.Constexpr, x: Context, work: Work, at: Step) -> Step:
     """The step after ``at``: the next query block, or the first one of the next head."""
     block = at.q_block + 1
     is_last = block == work.blocks.end
@@ -356,68 +405,88 @@ def following(work: Work, at: Step) -> Step:
         work.blocks.start if is_last else block,
         at.head + 1 if is_last else at.head,
         1 - at.parity,
+        turn_index(variant, x, work, at),
     )
 
 
 @cute.jit
+def scrub(variant: cutlass.Constexpr, c: Consumer, tile: cute.Tensor, used: Int32):
+    """Sets the rows of a tile from ``used`` on to zero.
+
+    Absent rows have P = 0 and dS = 0, but may hold anything, and 0 * NaN is not 0.
+    """
+    words = cute.recast_tensor(tile, Int32)
+    rows, columns = cute.size(words, mode=[0]), cute.size(words, mode=[1])
+    threads = edges.WARPGROUP * variant.config.num_consumers
+    first = c.index * edges.WARPGROUP + c.thread
+    for i in cutlass.range(
+        cutlass.max(used, 0) * columns + first, rows * columns, threads, unroll=1
+    ):
+        words[i // columns, i % columns] = Int32(0)
+    # HAZARD: these writes go through the generic proxy, wgmma reads through the async one.
+    cute.arch.fence_view_async_shared()
+    barrier = variant.plan.barrier("scrub")
+    cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
+
+
+@cute.jit
 def step(
-    variant: cutlass.Constexpr,
-    has_next: cutlass.Constexpr,
-    x: Context,
-    c: Consumer,
-    pipes: tuple,
-    where: tuple,
-):
-    """One query block, whose S is there; brings S of the next one if there is one.
+    variant: cutlass.Constexpr, x: Context, c: Consumer, pipes: tuple, where: tuple
+) -> tuple:
+    """One query block: its part of dK and dV to the accumulators, of dQ to global memory.
 
     Products retire in the order of issue, so ``wait_group(n)`` leaves the n youngest running. None
-    runs across the border of two steps: ptxas would give up on asynchrony (C7514, CUDA 13.0).
+    runs across the border of two steps: ptxas would give up on asynchrony (C7514, CUDA 13.0). dV
+    comes after the barrier of dS: 5 % faster than before it (H200, D = 128, T = 16384, 2026-11).
     """
     q, dout = pipes
     work, at = where
-    early = has_next and variant.config.next_s == "after_dv"
-    late = has_next and variant.config.next_s == "after_dk"
-    q_full = q.current_handle()
-    q.advance()
+    used = work.window.q_len - at.q_block * variant.config.block_q
+    q_full = q.wait_and_advance()
+    if const_expr(variant.is_general):
+        if used < variant.config.block_q:
+            scrub(variant, c, x.smem.q[None, None, q_full.index], used)
+    primitives.multiply(c.s_mma, c.s, (c.k, c.q[None, None, None, q_full.index]), False)
     dout_full = dout.wait_and_advance()
+    if const_expr(variant.is_general):
+        if used < variant.config.block_q:
+            scrub(variant, c, x.smem.dout[None, None, dout_full.index], used)
     dp = c.s_mma.make_fragment_C(c.s.shape)
     primitives.multiply(c.s_mma, dp, (c.v, c.dout[None, None, None, dout_full.index]), False)
+    warpgroup.wait_group(1)
+    if const_expr(variant.key.has_soft_cap):
+        softmax.cap(c.s, x.scalars.cap_inner_log2)
     is_edge = (at.q_block < work.blocks.full_start) | (at.q_block >= work.blocks.full_end)
     if is_edge | work.is_partial:
-        mask_block(variant, c, work, at)
+        mask_block(variant, x, c, work, at)
     p = c.dv_mma.make_fragment_A(c.dv_mma.partition_shape_A((ROWS, variant.config.block_q)))
-    exponentiate(c, x.smem.lse2[None, q_full.index], x.scalars.scale_log2, p)
-    primitives.multiply(c.dv_mma, c.dv, (p, c.dout_rows[None, None, None, dout_full.index]), True)
-    warpgroup.wait_group(1)
+    exponentiate(variant, c, x.smem.lse2[None, q_full.index], x.scalars.score_log2, p)
+    warpgroup.wait_group(0)
     ds = c.dk_mma.make_fragment_A(c.dk_mma.partition_shape_A((ROWS, variant.config.block_q)))
     differentiate(c, x.smem.delta[None, dout_full.index], p, dp)
+    if const_expr(variant.key.has_soft_cap):
+        dp.store(dp.load() * c.s.load())
     primitives.narrow(dp, ds)
     rounded = cute.make_tensor(ds.iterator, dp.layout)
     target = c.ds_target[None, None, None, at.parity]
     cute.copy(c.ds_store, c.ds_store.retile(rounded), target)
+    primitives.multiply(c.dv_mma, c.dv, (p, c.dout_rows[None, None, None, dout_full.index]), True)
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
-    take_turn(variant, x, c, work, at)
+    await_turn(variant, x, c, work, at)
     barrier = variant.plan.barrier("ds")
     cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
+    pass_turn(variant, x, c, at)
 
     dq = c.dq_mma.make_fragment_C(c.dq_mma.partition_shape_C(variant.dq_shape))
     primitives.multiply(c.dq_mma, dq, (c.ds[None, None, None, at.parity], c.k_rows), False)
     primitives.multiply(c.dk_mma, c.dk, (ds, c.q_rows[None, None, None, q_full.index]), True)
     warpgroup.wait_group(1)
     dout_full.release()
-    if const_expr(has_next):
-        issue_s(c, q.wait().index)
     add_dq(variant, x, c, work, at, dq)
     warpgroup.wait_group(0)
     q_full.release()
     return q, dout
-
-
-@cute.jit
-def issue_s(c: Consumer, stage: Int32):
-    """Starts the scores of this consumer's keys and the queries in ``stage``."""
-    primitives.multiply(c.s_mma, c.s, (c.k, c.q[None, None, None, stage]), False)
 
 
 def column_pair(c: Consumer, stats: cute.Tensor, group: int) -> cute.Tensor:
@@ -426,16 +495,28 @@ def column_pair(c: Consumer, stats: cute.Tensor, group: int) -> cute.Tensor:
 
 
 @cute.jit
-def exponentiate(c: Consumer, lse2: cute.Tensor, scale_log2: Float32, p: cute.Tensor):
-    """P from the scores, which are gone afterwards."""
+def exponentiate(
+    variant: cutlass.Constexpr,
+    c: Consumer,
+    lse2: cute.Tensor,
+    score_log2: Float32,
+    p: cute.Tensor,
+):
+    """P from the scores; of capped scores, the slope of the cap is left in their place."""
     by_key = primitives.by_row(c.s)
+    probabilities = cute.make_rmem_tensor_like(c.s)
+    p_by_key = primitives.by_row(probabilities)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = column_pair(c, lse2, group)
         for r in cutlass.range_constexpr(softmax.ROWS):
             for i in cutlass.range_constexpr(2):
-                z = by_key[r, 2 * group + i] * scale_log2 - pair[i]
-                by_key[r, 2 * group + i] = cute.math.exp2(z, fastmath=True)
-    primitives.narrow(c.s, p)
+                score = by_key[r, 2 * group + i]
+                z = score * score_log2 - pair[i]
+                p_by_key[r, 2 * group + i] = cute.math.exp2(z, fastmath=True)
+                if const_expr(variant.key.has_soft_cap):
+                    # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+                    by_key[r, 2 * group + i] = cute.arch.fmax(1.0 - score * score, 0.0)
+    primitives.narrow(probabilities, p)
 
 
 @cute.jit
@@ -456,26 +537,79 @@ def differentiate(c: Consumer, delta: cute.Tensor, p: cute.Tensor, dp: cute.Tens
 
 
 @cute.jit
-def mask_block(variant: cutlass.Constexpr, c: Consumer, work: Work, at: Step):
-    """Sets the scores of pairs that the band does not show to -inf."""
+def mask_block(
+    variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work, at: Step
+):
+    """Sets the scores of pairs that the band or the segments do not show to -inf."""
     config, window = variant.config, work.window
     first_key = work.tile.q_block * config.block_kv + c.index * ROWS
     first_column = at.q_block * config.block_q + primitives.first_column(c.thread)
-    by_key = primitives.by_row(c.s)
+    visible, segments = [], []
     for r in cutlass.range_constexpr(softmax.ROWS):
         key = first_key + primitives.row_in_tile(c.thread) + 8 * r
         rows = row_range(window, key, minimum=cutlass.min, maximum=cutlass.max)
-        first = rows.lo - first_column
-        beyond = (rows.hi if key < window.kv_len else 0) - first_column
-        for i in cutlass.range_constexpr(cute.size(by_key, mode=[1])):
-            column = primitives.column_of(i)
-            is_visible = (column >= first) & (column < beyond)
-            by_key[r, i] = by_key[r, i] if is_visible else -Float32.inf
+        end = rows.hi if key < window.kv_len else 0
+        visible.append(softmax.Visible(rows.lo - first_column, end - first_column))
+    softmax.mask(c.s, visible, two_sided=True)
+    if const_expr(variant.is_general):
+        if tiles.is_present(x.scalars.q_segments):
+            keys = x.scalars.keys
+            key_ids = work.tile.batch * keys.q_len + work.kv_start
+            for r in cutlass.range_constexpr(softmax.ROWS):
+                key = first_key + primitives.row_in_tile(c.thread) + 8 * r
+                present = cutlass.min(key, window.kv_len - 1)
+                segments.append(tiles.element(x.scalars.kv_segments, key_ids + present))
+            ids = work.tile.batch * keys.kv_len + work.q_start + first_column
+            last = window.q_len - 1 - first_column
+            softmax.mask_segments(c.s, segments, x.scalars.q_segments + ids, last)
 
 
 @cute.jit
-def take_turn(variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work, at: Step):
-    """Waits until all later key blocks have added to this query block, if the order matters."""
+def turn_index(variant: cutlass.Constexpr, x: Context, work: Work, at: Step) -> Int32:
+    """The element of ``Scratch.turns`` of a step's query block."""
+    block = work.scratch_row // variant.config.block_q + at.q_block
+    return at.head * cute.size(x.scratch.turns, mode=[0]) + block
+
+
+@cute.jit
+def await_turn(
+    variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work, at: Step
+):
+    """In a deterministic run, waits until all later key blocks have added to this query block."""
+    if x.scalars.deterministic != 0:
+        # HAZARD: what the step before has added must be visible before ``pass_turn`` says so.
+        cute.arch.fence_acq_rel_gpu()
+        if (c.index == 0) & (c.thread == 0):
+            last = last_kv_block(
+                work.window,
+                at.q_block,
+                variant.config.block_kv,
+                variant.config.block_q,
+                minimum=cutlass.min,
+            )
+            counter = x.scratch.turns.iterator + turn_index(variant, x, work, at)
+            taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            while taken != last - work.tile.q_block:
+                taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+
+
+@cute.jit
+def pass_turn(variant: cutlass.Constexpr, x: Context, c: Consumer, at: Step):
+    """Tells the key block before that the step before ``at`` has added its dQ."""
+    if (x.scalars.deterministic != 0) & (at.owed >= 0):
+        if (c.index == 0) & (c.thread == 0):
+            counter = x.scratch.turns.iterator + at.owed
+            cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+
+@cute.jit
+def pass_last_turn(variant: cutlass.Constexpr, x: Context, c: Consumer, at: Step):
+    """``pass_turn`` after the last step of a tile."""
+    barrier = variant.plan.barrier("scrub")
+    if x.scalars.deterministic != 0:
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
+        pass_turn(variant, x, c, at)
 
 
 @cute.jit
@@ -483,7 +617,7 @@ def add_dq(
     variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work, at: Step, dq: cute.Tensor
 ):
     """Adds this consumer's part of dQ to the sums, four floats at a time."""
-    row = x.scratch.first_row(variant.config.block_q, work.tile.batch) + at.q_block * variant.config.block_q
+    row = work.scratch_row + at.q_block * variant.config.block_q
     fours = cute.size(dq) // 4
     place = row * (variant.key.head_dim // 4) + c.index * fours * edges.WARPGROUP + c.thread
     first = bwd_rows.address_of(x.scratch.dq_sum[None, place, at.head])
@@ -539,12 +673,24 @@ def make_consumer(variant: Variant, x: Context, index: Int32, thread: Int32) -> 
 
 @cute.jit
 def store(variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work):
-    """Writes the gradients of 64 keys."""
+    """Writes the gradients of 64 keys, or this part of a group's share in them."""
     key = work.tile.q_block * variant.config.block_kv + c.index * ROWS
     place = (None, None, work.tile.kv_head, work.tile.batch)
-    for acc, array, factor in ((c.dk, x.arrays.dk, x.scalars.scale), (c.dv, x.arrays.dv, 1.0)):
-        rows = cute.domain_offset((key, 0), array[place])
-        bwd_rows.store_rows(acc, factor, rows, (c.thread, work.window.kv_len - key))
+    at = (c.thread, work.kv_slot - key)
+    if x.scalars.splits == 1:
+        dk = cute.domain_offset((work.kv_start + key, 0), x.arrays.dk[place])
+        bwd_rows.store_rows(c.dk, x.scalars.scale, dk, at)
+        dv = cute.domain_offset((work.kv_start + key, 0), x.arrays.dv[place])
+        bwd_rows.store_rows(c.dv, Float32(1.0), dv, at)
+    else:
+        part = work.tile.q_head % x.scalars.splits
+        sums = x.scratch.dkv_sums + part.to(Int64) * bwd_rows.dkv_elements(x.arrays)
+        dk = bwd_rows.like(x.arrays.dk, sums)
+        dk = cute.domain_offset((work.kv_start + key, 0), dk[place])
+        bwd_rows.store_floats(c.dk, x.scalars.scale, dk, at)
+        dv = bwd_rows.like(x.arrays.dv, sums + cute.size(x.arrays.dk.shape))
+        dv = cute.domain_offset((work.kv_start + key, 0), dv[place])
+        bwd_rows.store_floats(c.dv, Float32(1.0), dv, at)
 
 
 @cute.kernel
@@ -657,31 +803,75 @@ def make_entry(key: KernelKey, config: BwdConfig):
         stream: cuda.CUstream,
     ):
         queries, keys = (batch, q_len, num_q_heads), (batch, kv_len, num_kv_heads)
-        d, dv_ = key.head_dim, key.value_dim
+        d = key.head_dim
+        sequences = tiles.Sequences(
+            q_lengths,
+            kv_lengths,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            q_offset,
+            num_sequences,
+            q_len,
+            kv_len,
+        )
         rows = bwd_rows.Rows(
-            out=bwd_rows.dense(out, queries, dv_),
-            dout=bwd_rows.dense(dout, queries, dv_),
+            out=bwd_rows.dense(out, queries, key.value_dim),
+            dout=bwd_rows.dense(dout, queries, key.value_dim),
             dq=bwd_rows.dense(dq, queries, d),
             lse=bwd_rows.dense_stats(lse, queries),
             dlse=bwd_rows.dense_stats(dlse, queries),
             sinks=sinks,
             dsinks=dsinks,
+            sequences=sequences,
+            deterministic=deterministic,
         )
         scratch = bwd_rows.make_scratch(
-            (dq_sum, row_stats, turns), (batch, num_sequences, q_len, num_q_heads), d
+            (dq_sum, row_stats, dkv_sums, turns), (batch, num_sequences, q_len, num_q_heads), d
+        )
+        num_tiles = abi.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
+        group = num_q_heads // num_kv_heads
+        scalars = Scalars(
+            keys=exchanged(sequences),
+            q_offset=q_offset,
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            window_left=window_left,
+            window_right=window_right,
+            bottom_right=bottom_right,
+            group=group,
+            splits=abi.head_splits(
+                num_tiles, group, minimum=cutlass.min, maximum=cutlass.max
+            ),
+            scale=scale,
+            score_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
+            cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),
+            deterministic=deterministic,
         )
         bwd_rows.prepare(variant, rows, scratch, stream)
-        launch_main(
-            variant,
-            (q, k, v, dout, dk, dv),
-            scratch,
-            (queries, keys),
-            (scale, bottom_right, deterministic, num_sms),
-            stream,
-        )
+        arrays = (q, k, v, dout, dk, dv)
+        launch_main(variant, arrays, scratch, scalars, (queries, keys), (num_sms, stream))
         bwd_rows.finish(variant, rows, scratch, scale, stream)
+        gradients = (
+            bwd_rows.dense(dk, keys, d),
+            bwd_rows.dense(dv, keys, key.value_dim),
+        )
+        bwd_rows.merge(gradients, dkv_sums, scalars.splits, stream)
 
     return backward, fake_arguments(variant.dtype)
+
+
+def exchanged(sequences: tiles.Sequences) -> tiles.Sequences:
+    """``sequences`` with queries for keys and keys for queries."""
+    return tiles.Sequences(
+        sequences.kv_lengths,
+        sequences.q_lengths,
+        sequences.cu_seqlens_k,
+        sequences.cu_seqlens_q,
+        sequences.q_offset,
+        sequences.num_sequences,
+        sequences.kv_len,
+        sequences.q_len,
+    )
 
 
 @cute.jit
@@ -689,16 +879,16 @@ def launch_main(
     variant: cutlass.Constexpr,
     pointers: tuple,
     scratch: bwd_rows.Scratch,
+    scalars: Scalars,
     extents: tuple,
-    settings: tuple,
-    stream: cuda.CUstream,
+    launch: tuple,
 ):
     """Describes the arrays to TMA and launches the main kernel."""
     key, config = variant.key, variant.config
     q, k, v, dout, dk, dv = pointers
     queries, keys = extents
-    scale, bottom_right, deterministic, num_sms = settings
-    (batch, q_len, num_q_heads), (_, kv_len, num_kv_heads) = queries, keys
+    num_sms, stream = launch
+    (batch, q_len, _), (_, kv_len, num_kv_heads) = queries, keys
     layouts = make_layouts(variant)
     one = (None, None, 0)
     loads = {
@@ -716,27 +906,22 @@ def launch_main(
         dk=bwd_rows.dense(dk, keys, key.head_dim),
         dv=bwd_rows.dense(dv, keys, key.value_dim),
     )
-    group = num_q_heads // num_kv_heads
     num_kv_blocks = ceil_div(kv_len, config.block_kv)
-    splits = Int32(1)
+    if const_expr(variant.is_general):
+        is_packed = tiles.is_present(scalars.keys.cu_seqlens_q).to(Int32)
+        num_kv_blocks = num_kv_blocks + is_packed * (scalars.keys.num_sequences + 1)
+    splits = scalars.splits
     order = tiles.make_order(
         batch * num_kv_heads * splits,
         num_kv_heads * splits,
         splits,
         num_kv_blocks,
-        bytes_per_head(variant, (q_len, group, num_kv_blocks), num_sms),
+        bytes_per_head(variant, (q_len, scalars.group, num_kv_blocks), num_sms),
         num_sms,
     )
-    scalars = Scalars(
-        q_len,
-        kv_len,
-        bottom_right * (kv_len - q_len),
-        group,
-        splits,
-        scale,
-        scale * softmax.LOG2_E,
-        deterministic,
-    )
+    num_ctas = cutlass.min(num_sms, order.num_heads * num_kv_blocks)
+    if const_expr(variant.is_general):
+        num_ctas = order.num_heads * num_kv_blocks
     kernel(
         variant,
         Tma(**{name: atom for name, (atom, _) in made.items()}),
@@ -745,7 +930,7 @@ def launch_main(
         scalars,
         order,
     ).launch(
-        grid=(cutlass.min(num_sms, order.num_heads * num_kv_blocks), 1, 1),
+        grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
         stream=stream,
         min_blocks_per_mp=1,

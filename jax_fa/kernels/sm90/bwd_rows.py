@@ -15,11 +15,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.memory import SmemAllocator
 
 from jax_fa.band import ceil_div
 from jax_fa.kernels import abi, edges, primitives, softmax, tiles
 
 PREPARE_THREADS = 128
+MERGE_THREADS = 256
 VECTOR_BYTES = 16
 FLOATS = 4
 """Floats of a 16-byte access."""
@@ -31,16 +33,12 @@ class Scratch(NamedTuple):
     dq_sum: cute.Tensor  # (4, D / 4 * rows, N)
     lse2: cute.Tensor  # (rows, N)
     delta: cute.Tensor  # (rows, N)
-    turns: cute.Pointer
-    q_len: Int32
-
-    def first_row(self, block_q: int, sequence: Int32) -> Int32:
-        """Row at which a sequence starts."""
-        return (sequence * self.q_len // block_q + sequence) * block_q
+    dkv_sums: cute.Pointer
+    turns: cute.Tensor  # (rows / 64, N)
 
 
 class Rows(NamedTuple):
-    """Global arrays of query rows."""
+    """Global arrays of query rows, and what else the passes over them need."""
 
     out: cute.Tensor  # (T, Dv, N, B)
     dout: cute.Tensor  # (T, Dv, N, B)
@@ -49,6 +47,33 @@ class Rows(NamedTuple):
     dlse: cute.Tensor  # (T, N, B), or null
     sinks: cute.Pointer
     dsinks: cute.Pointer
+    sequences: tiles.Sequences
+    deterministic: Int32
+
+
+class RowBlock(NamedTuple):
+    """``block_q`` query rows of one head.
+
+    Attributes:
+        head: query head.
+        batch: index in the arrays.
+        row: first row in the arrays.
+        num_written: rows of it that exist.
+        num_used: rows of it that the sequence uses.
+        scratch_row: first row in ``Scratch``.
+    """
+
+    head: Int32
+    batch: Int32
+    row: Int32
+    num_written: Int32
+    num_used: Int32
+    scratch_row: Int32
+
+
+def first_row(block_q: int, sequence: Int32, q_start: Int32) -> Int32:
+    """Row of ``Scratch`` at which a sequence starts that starts at ``q_start`` of all queries."""
+    return (q_start // block_q + sequence) * block_q
 
 
 def dense(pointer: cute.Pointer, heads: tuple, width: int) -> cute.Tensor:
@@ -73,12 +98,13 @@ def dense_stats(pointer: cute.Pointer, heads: tuple) -> cute.Tensor:
 
 
 def make_scratch(pointers: tuple, extents: tuple, head_dim: int) -> Scratch:
-    """Views of scratch: ``pointers`` are (dq_sum, row_stats, turns)."""
-    dq_sum, row_stats, turns = pointers
+    """Views of scratch: ``pointers`` are (dq_sum, row_stats, dkv_sums, turns)."""
+    dq_sum, row_stats, dkv_sums, turns = pointers
     batch, num_sequences, q_len, num_q_heads = extents
     rows = abi.scratch_rows(batch, num_sequences, q_len)
     fours = rows.to(Int64) * (head_dim // FLOATS)
     stats = cute.make_layout((rows, num_q_heads), stride=(1, rows.to(Int64)))
+    blocks = rows // abi.TURN_ROWS
     return Scratch(
         cute.make_tensor(
             dq_sum,
@@ -86,8 +112,8 @@ def make_scratch(pointers: tuple, extents: tuple, head_dim: int) -> Scratch:
         ),
         cute.make_tensor(row_stats, stats),
         cute.make_tensor(row_stats + rows.to(Int64) * num_q_heads, stats),
-        turns,
-        q_len,
+        dkv_sums,
+        cute.make_tensor(turns, cute.make_layout((blocks, num_q_heads), stride=(1, blocks))),
     )
 
 
@@ -133,11 +159,79 @@ def store_rows(acc: cute.Tensor, factor: Float32, rows: cute.Tensor, at: tuple):
 
 
 @cute.jit
+def store_floats(acc: cute.Tensor, factor: Float32, rows: cute.Tensor, at: tuple):
+    """``store_rows`` without rounding: two floats of a row at a time."""
+    thread, limit = at
+    by_row = primitives.by_row(acc)
+    for r in cutlass.range_constexpr(softmax.ROWS):
+        row = primitives.row_in_tile(thread) + 8 * r
+        if row < limit:
+            address = address_of(rows[row, None]) + primitives.first_column(thread) * 4
+            for group in cutlass.range_constexpr(cute.size(by_row, mode=[1]) // 2):
+                target = vector_at(Float32, address + group * 32, 8)
+                for i in cutlass.range_constexpr(2):
+                    target[i] = by_row[r, 2 * group + i] * factor
+
+
+def like(array: cute.Tensor, sums: cute.Pointer) -> cute.Tensor:
+    """Floats at ``sums`` laid out as ``array``."""
+    return cute.make_tensor(sums, array.layout)
+
+
+def dkv_elements(arrays: object) -> Int64:
+    """Elements of dk and dv together."""
+    return cute.size(arrays.dk.shape).to(Int64) + cute.size(arrays.dv.shape).to(Int64)
+
+
+@cute.jit
+def row_block(variant: cutlass.Constexpr, rows: Rows) -> RowBlock:
+    """The query block of this CTA."""
+    block_q = variant.config.block_q
+    block, head, batch = cute.arch.block_idx()
+    sequences = rows.sequences
+    left = sequences.q_len - block * block_q
+    found = RowBlock(
+        head,
+        batch,
+        block * block_q,
+        left,
+        left,
+        first_row(block_q, batch, batch * sequences.q_len) + block * block_q,
+    )
+    if const_expr(variant.key.mask == "general"):
+        zero = Int32(0)
+        tile = tiles.Tile(block >= 0, zero, block, head, zero, batch)
+        span = tiles.locate(sequences, tile, block_q)
+        written = span.q_slot - span.first_row
+        start = span.q_start + batch * sequences.q_len
+        found = RowBlock(
+            head,
+            batch,
+            span.q_start + span.first_row,
+            written,
+            cutlass.min(span.q_len - span.first_row, written),
+            first_row(block_q, span.sequence, start) + span.first_row,
+        )
+    return found
+
+
+def num_row_blocks(variant: object, sequences: tiles.Sequences, batch: Int32) -> Int32:
+    """Query blocks of a head; of packed sequences, an upper bound."""
+    blocks = ceil_div(sequences.q_len, variant.config.block_q)
+    if variant.key.mask == "general":
+        # Each sequence, and the rows behind the last, may have a block that is partly filled.
+        blocks = blocks + tiles.is_present(sequences.cu_seqlens_q).to(Int32) * (
+            sequences.num_sequences + 1
+        )
+    return blocks
+
+
+@cute.jit
 def prepare(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, stream: cuda.CUstream):
     """Launches ``prepare_kernel`` for every query block."""
-    q_len, num_heads, batch = rows.lse.shape
+    _, num_heads, batch = rows.lse.shape
     prepare_kernel(variant, rows, scratch).launch(
-        grid=(ceil_div(q_len, variant.config.block_q), num_heads, batch),
+        grid=(num_row_blocks(variant, rows.sequences, batch), num_heads, batch),
         block=(PREPARE_THREADS, 1, 1),
         stream=stream,
     )
@@ -145,53 +239,57 @@ def prepare(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, stream: cu
 
 @cute.kernel
 def prepare_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
-    """Statistics of a query block of one head, and its dQ sums of zero."""
+    """Statistics of a query block of one head; no dQ and no turn taken yet."""
     block_q, head_dim = variant.config.block_q, variant.key.head_dim
-    block, head, sequence = cute.arch.block_idx()
     thread = cute.arch.thread_idx()[0]
-    first = scratch.first_row(block_q, sequence) + block * block_q
-    q_len = rows.lse.shape[0]
+    at = row_block(variant, rows)
+    if at.num_used > 0:
+        pieces = variant.key.value_dim // 8
+        lanes = min(pieces & -pieces, 8)
+        rows_per_pass = PREPARE_THREADS // lanes
+        for i in cutlass.range_constexpr(block_q // rows_per_pass):
+            row = thread // lanes + i * rows_per_pass
+            delta, lse2 = row_stats(variant, rows, at, row, lanes)
+            if thread % lanes == 0:
+                scratch.delta[at.scratch_row + row, at.head] = delta
+                scratch.lse2[at.scratch_row + row, at.head] = lse2
+        place = at.scratch_row * (head_dim // FLOATS) + thread
+        zero = cute.make_rmem_tensor((FLOATS,), Float32)
+        zero.fill(0.0)
+        for i in cutlass.range_constexpr(block_q * head_dim // FLOATS // PREPARE_THREADS):
+            cute.autovec_copy(zero, scratch.dq_sum[None, place + i * PREPARE_THREADS, at.head])
+        if (rows.deterministic != 0) & (thread == 0):
+            scratch.turns[at.scratch_row // block_q, at.head] = Int32(0)
 
-    pieces = variant.key.value_dim // 8
-    lanes = min(pieces & -pieces, 8)
-    rows_per_pass = PREPARE_THREADS // lanes
-    for i in cutlass.range_constexpr(block_q // rows_per_pass):
-        row = thread // lanes + i * rows_per_pass
-        q_row = block * block_q + row
-        is_present = q_row < q_len
-        delta, lse2 = Float32(0.0), Float32.inf
-        if is_present:
-            place = (q_row, None, head, sequence)
-            for j in cutlass.range_constexpr(pieces // lanes):
-                offset = (thread % lanes + j * lanes) * VECTOR_BYTES
-                out = vector_at(
-                    variant.dtype, address_of(rows.out[place]) + offset, VECTOR_BYTES
-                ).load()
-                dout = vector_at(
-                    variant.dtype, address_of(rows.dout[place]) + offset, VECTOR_BYTES
-                ).load()
-                product = out.to(Float32) * dout.to(Float32)
-                delta += product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        for step in cutlass.range_constexpr(lanes.bit_length() - 1):
-            delta += cute.arch.shuffle_sync_bfly(delta, offset=1 << step)
-        if (thread % lanes == 0) & is_present:
-            lse = rows.lse[q_row, head, sequence]
-            if tiles.is_present(rows.dlse.iterator):
-                delta -= rows.dlse[q_row, head, sequence]
-            if lse == -Float32.inf:
-                # No key to see: P is 2 ** (-inf) = 0, whatever came in as cotangent.
-                delta = Float32(0.0)
-            else:
-                lse2 = lse * softmax.LOG2_E
-        if thread % lanes == 0:
-            scratch.delta[first + row, head] = delta
-            scratch.lse2[first + row, head] = lse2
 
-    sums = cute.domain_offset((0, first * (head_dim // FLOATS)), scratch.dq_sum[None, None, head])
-    zero = cute.make_rmem_tensor((FLOATS,), Float32)
-    zero.fill(0.0)
-    for i in cutlass.range_constexpr(block_q * head_dim // FLOATS // PREPARE_THREADS):
-        cute.autovec_copy(zero, sums[None, thread + i * PREPARE_THREADS])
+@cute.jit
+def row_stats(
+    variant: cutlass.Constexpr, rows: Rows, at: RowBlock, row: Int32, lanes: cutlass.Constexpr[int]
+) -> tuple:
+    """(delta, lse2) of a row, in the first of the ``lanes`` threads that share it."""
+    lane = cute.arch.thread_idx()[0] % lanes
+    delta, lse2 = Float32(0.0), Float32.inf
+    is_used = row < at.num_used
+    if is_used:
+        place = (at.row + row, None, at.head, at.batch)
+        for j in cutlass.range_constexpr(variant.key.value_dim // 8 // lanes):
+            offset = (lane + j * lanes) * VECTOR_BYTES
+            out = vector_at(variant.dtype, address_of(rows.out[place]) + offset, VECTOR_BYTES)
+            dout = vector_at(variant.dtype, address_of(rows.dout[place]) + offset, VECTOR_BYTES)
+            product = out.load().to(Float32) * dout.load().to(Float32)
+            delta += product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+    for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+        delta += cute.arch.shuffle_sync_bfly(delta, offset=1 << step)
+    if is_used & (lane == 0):
+        lse = rows.lse[at.row + row, at.head, at.batch]
+        if tiles.is_present(rows.dlse.iterator):
+            delta -= rows.dlse[at.row + row, at.head, at.batch]
+        if lse == -Float32.inf:
+            # No key to see: P is 2 ** (-inf) = 0, whatever came in as cotangent.
+            delta = Float32(0.0)
+        else:
+            lse2 = lse * softmax.LOG2_E
+    return delta, lse2
 
 
 @cute.jit
@@ -203,9 +301,9 @@ def finish(
     stream: cuda.CUstream,
 ):
     """Launches ``finish_kernel`` for every query block."""
-    q_len, _, num_heads, batch = rows.dq.shape
+    _, num_heads, batch = rows.lse.shape
     finish_kernel(variant, rows, scratch, scale).launch(
-        grid=(ceil_div(q_len, variant.config.block_q), num_heads, batch),
+        grid=(num_row_blocks(variant, rows.sequences, batch), num_heads, batch),
         block=(edges.WARPGROUP * variant.config.num_consumers, 1, 1),
         stream=stream,
     )
@@ -214,22 +312,93 @@ def finish(
 @cute.kernel
 def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scale: Float32):
     """dq of a query block of one head. A warpgroup reads what the same consumer has added."""
-    block_q, head_dim = variant.config.block_q, variant.key.head_dim
-    block, head, sequence = cute.arch.block_idx()
+    head_dim = variant.key.head_dim
     consumer = cute.arch.thread_idx()[0] // edges.WARPGROUP
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
-    first = scratch.first_row(block_q, sequence) + block * block_q
+    at = row_block(variant, rows)
     dq_rows, dq_columns = variant.dq_shape
     mma = primitives.make_mma(variant.dtype, dq_columns, OperandMajorMode.MN, a_in_registers=False)
     acc = mma.make_fragment_C(mma.partition_shape_C(variant.dq_shape))
+    acc.fill(0.0)
     fours = cute.size(acc) // FLOATS
-    sums = cute.domain_offset((0, first * (head_dim // FLOATS)), scratch.dq_sum[None, None, head])
-    for i in cutlass.range_constexpr(fours):
-        four = sums[None, (consumer * fours + i) * edges.WARPGROUP + thread].load()
-        for j in cutlass.range_constexpr(FLOATS):
-            acc[FLOATS * i + j] = four[j]
-    row, column = block * block_q, consumer * dq_columns
+    place = at.scratch_row * (head_dim // FLOATS) + consumer * fours * edges.WARPGROUP + thread
+    if at.num_used > 0:
+        for i in cutlass.range_constexpr(fours):
+            four = scratch.dq_sum[None, place + i * edges.WARPGROUP, at.head].load()
+            for j in cutlass.range_constexpr(FLOATS):
+                acc[FLOATS * i + j] = four[j]
+    row, column = Int32(0), consumer * dq_columns
     if const_expr(variant.config.splits_dq_rows):
-        row, column = block * block_q + consumer * dq_rows, Int32(0)
-    target = cute.domain_offset((row, column), rows.dq[None, None, head, sequence])
-    store_rows(acc, scale, target, (thread, rows.dq.shape[0] - row))
+        row, column = consumer * dq_rows, Int32(0)
+    target = cute.domain_offset((at.row + row, column), rows.dq[None, None, at.head, at.batch])
+    store_rows(acc, scale, target, (thread, at.num_written - row))
+    if tiles.is_present(rows.sinks):
+        sum_sinks(variant, rows, scratch)
+
+
+@cute.jit
+def sum_sinks(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
+    """dsinks of one sequence and head, by one CTA of those for the head: -sum of p_sink delta."""
+    block, head, batch = cute.arch.block_idx()
+    thread = cute.arch.thread_idx()[0]
+    sequences = rows.sequences
+    sequence, q_start, q_len = batch, batch * sequences.q_len, sequences.q_len
+    is_mine = block == 0
+    if const_expr(variant.key.mask == "general"):
+        if tiles.is_present(sequences.cu_seqlens_q):
+            is_mine = block < sequences.num_sequences
+            sequence = cutlass.min(block, sequences.num_sequences - 1)
+            q_start = tiles.element(sequences.cu_seqlens_q, sequence)
+            q_len = tiles.element(sequences.cu_seqlens_q, sequence + 1) - q_start
+        q_len = cutlass.min(tiles.element_or(sequences.q_lengths, sequence, q_len), q_len)
+    if is_mine:
+        first = first_row(variant.config.block_q, sequence, q_start)
+        place = sequence * cute.size(scratch.lse2, mode=[1]) + head
+        sink_log2 = tiles.element(rows.sinks, place) * softmax.LOG2_E
+        total = Float32(0.0)
+        for row in cutlass.range(thread, q_len, cute.arch.block_dim()[0], unroll=1):
+            z = sink_log2 - scratch.lse2[first + row, head]
+            total += cute.math.exp2(z, fastmath=True) * scratch.delta[first + row, head]
+        for step in cutlass.range_constexpr(5):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        parts = SmemAllocator().allocate_tensor(Float32, cute.make_layout(32))
+        if thread % edges.WARP == 0:
+            parts[thread // edges.WARP] = total
+        cute.arch.sync_threads()
+        if thread == 0:
+            for i in cutlass.range(1, cute.arch.block_dim()[0] // edges.WARP, unroll=1):
+                total += parts[i]
+            cute.make_tensor(rows.dsinks + place, cute.make_layout(1))[0] = -total
+
+
+@cute.jit
+def merge(gradients: tuple, sums: cute.Pointer, splits: Int32, stream: cuda.CUstream):
+    """Launches ``merge_kernel`` if groups of heads were split."""
+    dk, dv = gradients
+    if splits > 1:
+        fours = (cute.size(dk.shape) + cute.size(dv.shape)) // FLOATS
+        merge_kernel(dk, dv, sums, splits).launch(
+            grid=(ceil_div(fours, MERGE_THREADS), 1, 1), block=(MERGE_THREADS, 1, 1), stream=stream
+        )
+
+
+@cute.kernel
+def merge_kernel(dk: cute.Tensor, dv: cute.Tensor, sums: cute.Pointer, splits: Int32):
+    """dk and dv as the sums of their parts, four elements a thread, in the order of parts."""
+    block, _, _ = cute.arch.block_idx()
+    at = (block * MERGE_THREADS + cute.arch.thread_idx()[0]) * FLOATS
+    num_dk = cute.size(dk.shape)
+    total = num_dk + cute.size(dv.shape)
+    if at < total:
+        four = cute.make_rmem_tensor((FLOATS,), Float32)
+        four.fill(0.0)
+        for part in cutlass.range(splits, unroll=1):
+            offset = part.to(Int64) * total + at
+            piece = vector_at(Float32, sums.toint() + offset * 4, VECTOR_BYTES)
+            four.store(four.load() + piece.load())
+        address = address_of(dk) + at.to(Int64) * 2
+        if at >= num_dk:
+            address = address_of(dv) + (at - num_dk).to(Int64) * 2
+        vector_at(dk.element_type, address, VECTOR_BYTES // 2).store(
+            four.load().to(dk.element_type)
+        )

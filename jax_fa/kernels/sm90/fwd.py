@@ -160,40 +160,33 @@ def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
         tile = tiles.one_per_cta(x.order, slot)
     elif const_expr(variant.key.mask == "full"):
         tile = tiles.row_order(x.order, slot)
-    else:
+    elif const_expr(variant.key.mask == "causal"):
         tile = tiles.longest_first(x.order, slot)
-        if const_expr(variant.is_general):
-            if has_unknown_costs(x.scalars):
-                tile = tiles.one_per_cta(x.order, slot)
+    else:
+        tile = tiles.one_per_cta(x.order, slot)
+        if not tiles.is_present(x.scalars.q_segments):
+            tile = tiles.longest_first(x.order, slot)
     return tile
 
 
-def has_unknown_costs(scalars: Scalars) -> Boolean:
-    """Whether the host cannot tell long tiles from short ones."""
-    is_packed = tiles.is_present(scalars.sequences.cu_seqlens_q)
-    return is_packed | tiles.is_present(scalars.q_segments)
-
-
 @cute.jit
-def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
-    """What there is to do for ``tile``. Called by whole warps."""
-    scalars, config = x.scalars, variant.config
-    sequences = scalars.sequences
-    left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
-    zero = Int32(0)
-    span = tiles.Span(
-        tile.batch,
-        zero,
-        zero,
-        sequences.q_len,
-        sequences.q_len,
-        sequences.kv_len,
-        zero,
-        tile.q_block * config.block_q,
-    )
+def span_of(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> tiles.Span:
+    """The sequence of a tile. Called by whole warps."""
+    sequences, zero = x.scalars.sequences, Int32(0)
+    q_len, kv_len = sequences.q_len, sequences.kv_len
+    first_row = tile.q_block * variant.config.block_q
+    span = tiles.Span(tile.batch, zero, zero, q_len, q_len, kv_len, zero, first_row)
     if const_expr(variant.is_general):
-        tile, span = tiles.locate(sequences, tile, config.block_q)
-        left, right = scalars.window_left, scalars.window_right
+        span = tiles.locate(sequences, tile, variant.config.block_q)
+    return span
+
+
+def band_of(variant: Variant, x: Context, span: tiles.Span) -> tuple[Window, Blocks]:
+    """The keys that the rows of a tile see, and the blocks that hold them."""
+    scalars, config = x.scalars, variant.config
+    left, right = scalars.window_left, scalars.window_right
+    if not variant.is_general:
+        left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
     aligned = Band(alignment="bottom_right").shift(span.q_len, span.kv_len)
     shift = span.q_offset + scalars.bottom_right * aligned
     window = Window(shift, left, right, span.q_len, span.kv_len)
@@ -205,11 +198,20 @@ def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
         minimum=cutlass.min,
         maximum=cutlass.max,
     )
+    return window, blocks
+
+
+@cute.jit
+def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
+    """What there is to do for ``tile``. Called by whole warps."""
+    block_kv = variant.config.block_kv
+    span = span_of(variant, x, tile)
+    window, blocks = band_of(variant, x, span)
     start, full_start, full_end, end = blocks
     if const_expr(variant.is_general):
-        if tiles.is_present(scalars.q_segments):
-            start = cutlass.max(start, x.smem.segment_keys[0] // config.block_kv)
-            end = cutlass.min(end, ceil_div(x.smem.segment_keys[1], config.block_kv))
+        if tiles.is_present(x.scalars.q_segments):
+            start = cutlass.max(start, x.smem.segment_keys[0] // block_kv)
+            end = cutlass.min(end, ceil_div(x.smem.segment_keys[1], block_kv))
             full_start, full_end = start, start
     # A tile without keys works on one block, all of it masked: no path of its own.
     end = cutlass.max(end, start + 1)
@@ -230,9 +232,10 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
         if const_expr(variant.config.is_persistent):
             following = tile_at(variant, x, work.tile.slot + 1)
             while following.is_valid:
+                # Before the long loop, which hides the latency of lengths read from memory.
+                upcoming = work_on(variant, x, following)
                 k, v, phase = load_middle(variant, x, work, Pipes(q, k, v), phase)
-                before = work
-                work = work_on(variant, x, following)
+                before, work = work, upcoming
                 slot = q.acquire_and_advance()
                 load_q(variant, x, work, slot)
                 slot = k.acquire_and_advance()
@@ -429,23 +432,27 @@ def products(variant: cutlass.Constexpr, c: Consumer, q_index: Int32, pipes: Pip
 
 @cute.jit
 def middle(variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, pipes: Pipes):
-    """All blocks but the newest of a tile, up to and without the oldest PV; ``at`` is
-    (work, index of the query tile)."""
+    """All blocks but the newest of a tile, up to and without the oldest PV.
+
+    ``at`` is (work, index of the query tile).
+    """
     work, q_index = at
     blocks, k, v = work.blocks, pipes.k, pipes.v
-    if const_expr(variant.key.mask != "full"):
-        for i in cutlass.range(blocks.end - 1 - blocks.full_end, unroll=1):
-            block = blocks.end - 2 - i
-            k, v = step(variant, True, x, c, (work, q_index, block), Pipes(pipes.q, k, v))
-    last = cutlass.min(blocks.end - 1, blocks.full_end)
-    for i in cutlass.range(last - blocks.full_start, unroll=1):
-        block = last - 1 - i
-        k, v = step(variant, False, x, c, (work, q_index, block), Pipes(pipes.q, k, v))
+    newest = blocks.end - 1
     if const_expr(variant.is_general):
-        last = cutlass.min(blocks.end - 1, blocks.full_start)
-        for i in cutlass.range(last - blocks.start, unroll=1):
+        # One loop that asks each block: three loops of masked, full and masked blocks spill.
+        for i in cutlass.range(newest - blocks.start, unroll=1):
+            block = newest - 1 - i
+            k, v = step(variant, "maybe", x, c, (work, q_index, block), Pipes(pipes.q, k, v))
+    else:
+        if const_expr(variant.key.mask == "causal"):
+            for i in cutlass.range(newest - blocks.full_end, unroll=1):
+                block = newest - 1 - i
+                k, v = step(variant, "always", x, c, (work, q_index, block), Pipes(pipes.q, k, v))
+        last = cutlass.min(newest, blocks.full_end)
+        for i in cutlass.range(last - blocks.full_start, unroll=1):
             block = last - 1 - i
-            k, v = step(variant, True, x, c, (work, q_index, block), Pipes(pipes.q, k, v))
+            k, v = step(variant, "never", x, c, (work, q_index, block), Pipes(pipes.q, k, v))
     return k, v
 
 
@@ -461,17 +468,38 @@ def step(
     """S and softmax of a block, PV of the one before; ``at`` is (work, query tile, block)."""
     work, q_index, block = at
     scores, v_full, k, v = products(variant, c, q_index, pipes)
-    if const_expr(variant.key.has_soft_cap):
-        softmax.cap(scores, x.scalars.cap_inner_log2)
-    if const_expr(masked):
-        mask_block(variant, x, c, work, scores, block)
-    shrink = softmax.update(scores, c.state, x.scalars.scale_log2)
+    shrink = to_probabilities(variant, masked, x, c, (work, block), scores)
     warpgroup.wait_group(0)
     v_full.release()
     # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
     primitives.narrow(scores, c.p)
     softmax.scale_rows(c.out, shrink)
     return k, v
+
+
+@cute.jit
+def to_probabilities(
+    variant: cutlass.Constexpr,
+    masked: cutlass.Constexpr,
+    x: Context,
+    c: Consumer,
+    at: tuple,
+    scores: cute.Tensor,
+) -> cute.Tensor:
+    """Caps, masks and exponentiates a block's scores; returns how much ``c.out`` shrinks.
+
+    ``at`` is (work, block); ``masked`` says whether the block hides keys: "always", "never" or
+    "maybe".
+    """
+    work, block = at
+    if const_expr(variant.key.has_soft_cap):
+        softmax.cap(scores, x.scalars.cap_inner_log2)
+    if const_expr(masked == "always"):
+        mask_block(variant, x, c, work, scores, block)
+    if const_expr(masked == "maybe"):
+        if (block >= work.blocks.full_end) | (block < work.blocks.full_start):
+            mask_block(variant, x, c, work, scores, block)
+    return softmax.update(scores, c.state, x.scalars.scale_log2)
 
 
 @cute.jit
@@ -492,23 +520,25 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
         multiply_qk(variant, c, scores, q_index, k_full.index)
         warpgroup.wait_group(0)
         k_full.release()
-        start_tile(variant, x, c, work, scores)
+        softmax.reset(c.state)
+        newest = work.blocks.end - 1
+        to_probabilities(variant, "maybe", x, c, (work, newest), scores)
         primitives.narrow(scores, c.p)
         c.out.fill(0.0)
         if const_expr(config.is_persistent):
             following = tile_at(variant, x, work.tile.slot + 1)
             while following.is_valid:
-                # Before the long loop, which hides the latency of lengths read from memory.
-                upcoming = work_on(variant, x, following)
                 k, v = middle(variant, x, c, (work, q_index), Pipes(q, k, v))
                 before, before_index = work, q_index
-                work = upcoming
+                work = work_on(variant, x, following)
                 q_next = q.wait_and_advance()
                 q_index = q_next.index * config.num_consumers + c.index
                 fetch_q(variant, x, c, q_index)
                 scores, v_full, k, v = products(variant, c, q_index, Pipes(q, k, v))
                 finished = softmax.copy(c.state)
-                start_tile(variant, x, c, work, scores)
+                softmax.reset(c.state)
+                newest = work.blocks.end - 1
+                to_probabilities(variant, "maybe", x, c, (work, newest), scores)
                 warpgroup.wait_group(0)
                 v_full.release()
                 primitives.narrow(scores, c.p)
@@ -529,20 +559,6 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
         # The turn that the last consumer passed is open; taking it leaves the barrier at rest.
         if c.index == 0:
             take_turn(variant, c)
-
-
-@cute.jit
-def start_tile(
-    variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work, scores: cute.Tensor
-):
-    """Softmax of a tile's newest block, which is masked if it must be."""
-    block = work.blocks.end - 1
-    if const_expr(variant.key.has_soft_cap):
-        softmax.cap(scores, x.scalars.cap_inner_log2)
-    if block >= work.blocks.full_end:
-        mask_block(variant, x, c, work, scores, block)
-    softmax.reset(c.state)
-    softmax.update(scores, c.state, x.scalars.scale_log2)
 
 
 @cute.jit
@@ -672,7 +688,9 @@ def find_segment_keys(variant: cutlass.Constexpr, x: Context):
     scalars, sequences = x.scalars, x.scalars.sequences
     thread = cute.arch.thread_idx()[0]
     threads, lane = variant.plan.threads, cute.arch.lane_idx()
-    tile, span = tiles.locate(sequences, tile_at(variant, x, Int32(0)), variant.config.block_q)
+    tile = tile_at(variant, x, Int32(0))
+    span = span_of(variant, x, tile)
+    _, blocks = band_of(variant, x, span)
     lowest, highest = Int32(0x7FFFFFFF), Int32(-0x80000000)
     for i in cutlass.range_constexpr(ceil_div(variant.config.block_q, edges.WARP)):
         row = cutlass.min(span.first_row + lane + i * edges.WARP, span.q_slot - 1)
@@ -681,9 +699,11 @@ def find_segment_keys(variant: cutlass.Constexpr, x: Context):
         lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
     lowest = cute.arch.warp_redux_sync(lowest, "min")
     highest = cute.arch.warp_redux_sync(highest, "max")
-    first, end = span.kv_len, Int32(0)
+    first, end = Int32(UNBOUNDED), Int32(0)
     base = tile.batch * sequences.kv_len + span.kv_start
-    for key in cutlass.range(thread, span.kv_len, threads, unroll=4):
+    begin = blocks.start * variant.config.block_kv + thread
+    beyond = cutlass.min(blocks.end * variant.config.block_kv, span.kv_len)
+    for key in cutlass.range(begin, beyond, threads, unroll=8):
         segment = tiles.element(scalars.kv_segments, base + key)
         if (segment >= lowest) & (segment <= highest):
             first, end = cutlass.min(first, key), key + 1
@@ -868,7 +888,7 @@ def make_entry(key: KernelKey, config: FwdConfig):
         if const_expr(config.is_persistent):
             num_ctas = cutlass.min(num_sms, num_tiles)
         if const_expr(variant.is_general):
-            if has_unknown_costs(scalars):
+            if tiles.is_present(q_segments):
                 num_ctas = num_tiles
         kernel(
             variant,
