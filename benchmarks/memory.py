@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+
 from benchmarks.implementations import RUNNERS
 from benchmarks.workloads import Direction, Workload
 
@@ -53,7 +55,7 @@ def _measure(name: str, workload: Workload, dtype: str, direction: Direction) ->
     # Resets the peak (VmHWM) to the present: Linux, Documentation/filesystems/proc.rst.
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_bytes("VmRSS")
-    run()
+    jax.block_until_ready(run())
     peak = _resident_bytes("VmHWM")
     itemsize = 4 if dtype == "float32" else 2
     shapes = workload.shapes()

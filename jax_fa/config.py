@@ -54,7 +54,7 @@ class FwdConfig:
     is_persistent: bool
     stages: int = 2
     consumer_registers: int = 240
-    producer_registers: int = 24
+    producer_registers: int = 32
     q_in_registers: bool = False
 
     @property
@@ -112,7 +112,7 @@ def choose_forward(key: KernelKey) -> FwdConfig:
             # causal 237 / 427 (3 consumers 204 / 485, but 160 registers spill)
             return FwdConfig(128, 2, True)
         # full 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477)
-        return FwdConfig(128, 3, True, consumer_registers=160, producer_registers=32)
+        return FwdConfig(128, 3, True, consumer_registers=160)
     if key.head_dim <= 128:
         # D = 128 full 614 / 650 with q in registers (without 607 / 646; 160 keys 570 / 635; not
         # persistent 502 / 626). Causal 453 / 638 without (with 452 / 634).

@@ -1,5 +1,8 @@
 """Sizes at the borders: nothing, one, and more elements than an int32 counts."""
 
+import fcntl
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -79,9 +82,15 @@ def test_two_batch_dimensions_through_vmap_or_one_after_folding():
 HUGE = 2**31 // 256 + 300
 """Rows of 256 elements."""
 
-needs_memory = pytest.mark.skipif(
-    free_gib() < 14, reason="arrays of 4.3 GB, several at a time, need 14 GiB of free memory"
-)
+
+@pytest.fixture
+def room():
+    """14 GiB for one test at a time, whatever the number of test processes."""
+    with open(Path(tempfile.gettempdir()) / "jax_fa_huge_arrays.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if free_gib() < 14:
+            pytest.skip("arrays of 4.3 GB, several at a time, need 14 GiB of free memory")
+        yield
 
 
 def huge(last):
@@ -100,7 +109,7 @@ def rows(count, dim):
     return jnp.asarray(rng.standard_normal((count, dim)), jnp.bfloat16)
 
 
-@needs_memory
+@pytest.mark.usefixtures("room")
 def test_query_and_its_gradient_beyond_int32():
     """Only the last rows see a key, so that nothing else takes time."""
     last = rows(5, 256)
@@ -122,7 +131,7 @@ def test_query_and_its_gradient_beyond_int32():
     assert not np.asarray(gradient[:, 10**6 : 10**6 + 1000]).any()
 
 
-@needs_memory
+@pytest.mark.usefixtures("room")
 def test_keys_beyond_int32():
     last = rows(64, 256)
     q = rows(1, 256).reshape(1, 1, 1, 256)
@@ -135,7 +144,7 @@ def test_keys_beyond_int32():
     np.testing.assert_array_equal(got, want)
 
 
-@needs_memory
+@pytest.mark.usefixtures("room")
 def test_values_beyond_int32():
     last = rows(64, 256)
     q, keys = jnp.ones((1, 1, 1, 1), jnp.bfloat16), rows(64, 1)
@@ -148,7 +157,7 @@ def test_values_beyond_int32():
     np.testing.assert_array_equal(got, want)
 
 
-@needs_memory
+@pytest.mark.usefixtures("room")
 def test_output_beyond_int32():
     v = rows(1, 256).reshape(1, 1, 1, 256)
     q, k = jnp.zeros((1, HUGE, 1, 1), jnp.bfloat16), jnp.ones((1, 1, 1, 1), jnp.bfloat16)

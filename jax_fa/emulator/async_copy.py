@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from jax_fa.emulator.cta import Cta
 from jax_fa.emulator.decode import Decoder
 from jax_fa.emulator.faults import OutOfBoundsError
 from jax_fa.emulator.layouts import packed_chunks
 from jax_fa.emulator.loadstore import address_reader, combine_values, load_at
-from jax_fa.emulator.machine import Cta, Operation
+from jax_fa.emulator.machine import Operation
 from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT, Claim
 from jax_fa.emulator.ptx import Address, Instruction, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect

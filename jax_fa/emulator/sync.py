@@ -13,8 +13,8 @@ from jax_fa.emulator.values import FULL, LANES
 from jax_fa.emulator.warp import Wait, Warp
 
 if TYPE_CHECKING:
+    from jax_fa.emulator.cta import Cta
     from jax_fa.emulator.decode import Decoder
-    from jax_fa.emulator.machine import Cta
 
 
 class Mbarrier:

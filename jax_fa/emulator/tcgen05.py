@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_fa.emulator.cta import Cta
 from jax_fa.emulator.decode import Decoder
 from jax_fa.emulator.faults import (
     OutOfBoundsError,
@@ -20,7 +21,7 @@ from jax_fa.emulator.faults import (
 )
 from jax_fa.emulator.layouts import Tile, matrix_descriptor
 from jax_fa.emulator.loadstore import address_reader
-from jax_fa.emulator.machine import Cta, Operation
+from jax_fa.emulator.machine import Operation
 from jax_fa.emulator.matrix import SharedOperand
 from jax_fa.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from jax_fa.emulator.numerics import matrix_values

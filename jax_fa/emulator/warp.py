@@ -17,8 +17,8 @@ from jax_fa.emulator.ptx import Instruction
 from jax_fa.emulator.values import FULL, LANES, POISON
 
 if TYPE_CHECKING:
+    from jax_fa.emulator.cta import Cta
     from jax_fa.emulator.decode import Program, RegisterUse
-    from jax_fa.emulator.machine import Cta
 
 Special = Callable[["Warp", str], np.ndarray]
 

@@ -242,18 +242,25 @@ def make_umma(dtype: type, columns: int, b_major: OperandMajorMode, a_in_tmem: b
     return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
+@cute.jit
 def issue_umma(
-    mma: object, acc: cute.Tensor, operands: tuple, accumulate: Boolean | bool, slabs: range
-) -> None:
+    mma: object,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulate: Boolean | bool,
+    slabs: cutlass.Constexpr[range],
+):
     """Issues the tcgen05.mma of ``acc (+)= A B`` for some 16-wide slabs of the K mode.
 
-    ``operands`` are the fragments A and B, the K mode last. Called by a whole warp. Work of one CTA
+    The K mode of the fragments ``a`` and ``b`` is the last. Called by a whole warp. Work of one CTA
     is done in the order of issue; the commit of an edge tells when.
     """
-    a, b = operands
-    atom = cute.make_mma_atom(mma.op)
-    for k in slabs:
-        atom.set(tcgen05.Field.ACCUMULATE, True if k > 0 else accumulate)
+    # Rolled: the tensor core takes 64 cycles for a slab of 128 x 128, ample for computing the next
+    # descriptors, which the compiler, if unrolled, keeps for all slabs at once, and spills.
+    for k in cutlass.range(slabs.start, slabs.stop, unroll=1):
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
 
 

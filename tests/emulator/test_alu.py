@@ -275,6 +275,47 @@ def test_rounding_down_brackets_the_sum():
     same(got, np.floor(G.astype(np.float64)) + big)
 
 
+@pytest.mark.parametrize("mode", ["rm", "rp", "rz"])
+def test_directed_rounding_brackets_the_exact_result(mode):
+    """The neighbour on the other side is never nearer to the exact value."""
+    for name, function in (("add", np.add), ("mul", np.multiply)):
+        exact = function(G.astype(np.float64), H.astype(np.float64))
+        got = apply(f"{name}.{mode}.f32 %y, %x0, %x1;", G, H, out=np.float32)
+        far = {"rm": np.inf, "rp": -np.inf, "rz": np.inf * np.sign(got)}[mode]
+        assert (np.abs(got - exact) < np.abs(np.nextafter(got, np.float32(far)) - got)).all()
+        if mode == "rm":
+            assert (got <= exact).all()
+        elif mode == "rp":
+            assert (got >= exact).all()
+        else:
+            assert (np.abs(got) <= np.abs(exact)).all()
+
+
+def test_clamping_and_saturating_integers():
+    a, b = A.view(np.int32), B.view(np.int32)
+    same(apply("min.relu.s32 %y, %x0, %x1;", A, B, out=np.int32), np.maximum(np.minimum(a, b), 0))
+    total = np.clip(a.astype(np.int64) + b, -(2**31), 2**31 - 1)
+    same(apply("add.sat.s32 %y, %x0, %x1;", A, B, out=np.int32), total)
+
+
+def test_float_classes():
+    tests = {
+        "finite": np.isfinite,
+        "infinite": np.isinf,
+        "notanumber": np.isnan,
+        "subnormal": lambda v: (v != 0) & (np.abs(v) < np.finfo(np.float32).tiny),
+    }
+    for name, function in tests.items():
+        got = apply(f"testp.{name}.f32 %p1, %x0; selp.b32 %y, 1, 0, %p1;", F, out=np.uint32)
+        same(got, function(F))
+
+
+def test_packed_half_exponentials():
+    halves = np.linspace(-8, 4, 64).astype(np.float16)
+    got = apply("ex2.approx.f16x2 %y, %x0;", halves.view(np.uint32), out=np.uint32)
+    same(got.view(np.float16), np.exp2(halves.astype(np.float32)).astype(np.float16))
+
+
 def test_conversions_between_integers_and_floats():
     x = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 3e9, -3e9, np.nan] * 4, np.float32)
     same(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_kernels import line_of, run
+from ptx_kernels import line_of, run, tensor_map
 
 from jax_fa.emulator.faults import (
     AsyncHazardError,
@@ -309,6 +309,53 @@ def test_wgmma_registers_need_a_fence_after_they_were_computed():
     assert error.place.line == line_of(body, "wgmma.mma_async", ["a", "b", "out"], WGMMA_SHARED)
 
 
+@pytest.mark.parametrize("mn_major", [False, True])
+def test_wgmma_reads_what_tensor_loads_place(mn_major):
+    """B through TMA, whose swizzle is tested by itself: (N, K) rows, or (K, N) rows with 32B."""
+    a, b, buffers = wgmma_buffers()
+    del b
+    b = halves(16, 16) if mn_major else halves(16, 64)
+    buffers["b"] = b
+    if mn_major:
+        # 16 rows of K, each of 16 elements of N: 32 bytes a row, 8 rows a swizzle atom.
+        box, swizzle_code, high = (16, 16), 1, 0xC0000010
+        expected = a[:, :16].astype(np.float32) @ b.astype(np.float32)
+    else:
+        box, swizzle_code, high = (64, 16), 3, WGMMA_HIGH
+        expected = a[:, :16].astype(np.float32) @ b[:, :16].astype(np.float32).T
+    size = 2 * b.size
+    body = (
+        wgmma_setup().replace(fill("b", 8192, 512), "")
+        + f"""
+      setp.eq.s32 %p20, %tid, 0;
+      @%p20 mbarrier.init.shared.b64 [%r20+16384], 1;
+      bar.sync 0;
+      mov.b64 %d20, map0;
+      mov.b32 %r30, 0;
+      @%p20 mbarrier.arrive.expect_tx.shared.b64 _, [%r20+16384], {size};
+      @%p20 cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+        [%r20+8192], [%d20, {{%r30, %r30}}], [%r20+16384];
+      {{ .reg .pred P; LAB_WAIT:
+        mbarrier.try_wait.parity.shared.b64 P, [%r20+16384], 0; @P bra DONE; bra LAB_WAIT; DONE: }}
+    """
+        + descriptor("%d11", 8192, high)
+    )
+    body += wgmma(100, "%d10", "%d11", tail=f"1, 1, 0, {int(mn_major)}") + FINISH
+    strides = (2 * b.shape[1],)
+    run(
+        body + store_words(100, 8, "out", 512),
+        buffers,
+        block=128,
+        shared=WGMMA_SHARED,
+        maps=[tensor_map("b", b.shape[::-1], strides, box, swizzle=swizzle_code)],
+    )
+    for warp in range(4):
+        np.testing.assert_array_equal(
+            buffers["out"][:, 32 * warp : 32 * warp + 32],
+            c_fragment(expected[16 * warp : 16 * warp + 16]),
+        )
+
+
 # tcgen05.
 
 ALLOCATE = """
@@ -438,6 +485,29 @@ def test_tmem_loads_are_the_inverse_of_stores(shape, repeat, count):
         shared=64,
     )
     np.testing.assert_array_equal(out, x)
+
+
+@POLICIES
+def test_copy_from_shared_to_tensor_memory(completion):
+    """128x128b: row r is 16 bytes at 16 (r % 8) + 128 (r / 8), without swizzle."""
+    words = np.arange(512, dtype=np.uint32)
+    out = np.zeros((4, 128), np.uint32)
+    high = 1 << 14 | 128 >> 4
+    body = (
+        ALLOCATE
+        + fill("x", 1024, 512)
+        + FENCE
+        + descriptor("%d10", 1024, high)
+        + "@%p20 tcgen05.cp.cta_group::1.128x128b [%r30], %d10;"
+        + COMMIT
+        + WAIT
+        + f"tcgen05.ld.sync.aligned.32x32b.x4.b32 {registers(100, 4)}, [%r31];"
+        + "tcgen05.wait::ld.sync.aligned;"
+        + store_words(100, 4, "out", 512)
+        + FREE
+    )
+    tcgen_run(body, {"x": words, "out": out}, completion=completion)
+    np.testing.assert_array_equal(out.T, words.reshape(128, 4))
 
 
 def tcgen_fails(error, message, body, **options):

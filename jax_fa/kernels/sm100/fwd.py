@@ -129,7 +129,9 @@ def kernel(
     cute.arch.sync_threads()
     primitives.after_thread_sync()
 
-    tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address)
+    # All columns are this CTA's, so the first is number 0: known at compile time, unlike what was
+    # written to tmem_address, and no registers need be spent on sums with it.
+    tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
     x = Context(tma, arrays, scalars, order, smem, tmem)
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
@@ -274,9 +276,11 @@ def make_entry(key: KernelKey, config: Config):
             q_segments,
             kv_segments,
         )
-        num_ctas = order.num_heads * num_q_blocks
-        if const_expr(config.is_persistent):
-            num_ctas = cutlass.min(num_sms, num_ctas)
+        num_tiles = order.num_heads * num_q_blocks
+        num_ctas = cutlass.min(num_sms, num_tiles)
+        if const_expr(variant.is_general):
+            if tiles.is_present(q_segments):
+                num_ctas = num_tiles
         kernel(
             variant,
             Tma(tma_q, tma_k, tma_v, tma_out),

@@ -116,55 +116,47 @@ class Work(NamedTuple):
     blocks: Blocks
 
 
-def _tile_at(variant: Variant, order: tiles.Order, slot: Int32) -> tiles.Tile:
-    """The tile at a position of this CTA's list."""
-    if variant.is_general:
-        return tiles.one_per_cta(order)
-    if variant.key.mask == "causal":
-        return tiles.longest_first(order, slot)
-    return tiles.row_order(order, slot)
-
-
 @cute.jit
-def first_tile(variant: cutlass.Constexpr, x: Context) -> tiles.Tile:
-    """This CTA's first tile. Called by whole warps."""
-    tile = _tile_at(variant, x.order, Int32(0))
-    if const_expr(variant.is_general):
-        tile, _ = tiles.locate(x.scalars.sequences, tile, variant.config.block_q)
+def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
+    """The tile at a position of this CTA's list."""
+    if const_expr(variant.key.mask == "full"):
+        tile = tiles.row_order(x.order, slot)
+    elif const_expr(variant.key.mask == "causal"):
+        tile = tiles.longest_first(x.order, slot)
+    else:
+        tile = tiles.one_per_cta(x.order, slot)
+        if not tiles.is_present(x.scalars.q_segments):
+            tile = tiles.longest_first(x.order, slot)
     return tile
 
 
+def first_tile(variant: Variant, x: Context) -> tiles.Tile:
+    """This CTA's first tile."""
+    return tile_at(variant, x, Int32(0))
+
+
 def next_tile(variant: Variant, x: Context, tile: tiles.Tile) -> tiles.Tile:
-    """The tile after ``tile``; without persistence there is none."""
-    if variant.config.is_persistent:
-        return _tile_at(variant, x.order, tile.slot + 1)
-    return tile._replace(is_valid=Boolean(False))
+    """The tile after ``tile``."""
+    return tile_at(variant, x, tile.slot + 1)
 
 
 @cute.jit
 def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
     """What there is to do for ``tile``. Called by whole warps."""
-    scalars, config = x.scalars, variant.config
-    sequences = scalars.sequences
+    scalars, block_q = x.scalars, variant.config.block_q
+    sequences, zero = scalars.sequences, Int32(0)
+    q_len, kv_len = sequences.q_len, sequences.kv_len
     left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
-    zero = Int32(0)
     span = tiles.Span(
-        tile.batch,
-        zero,
-        zero,
-        sequences.q_len,
-        sequences.q_len,
-        sequences.kv_len,
-        zero,
-        tile.q_block * config.block_q,
+        tile.batch, zero, zero, q_len, q_len, kv_len, zero, tile.q_block * block_q
     )
     if const_expr(variant.is_general):
-        tile, span = tiles.locate(sequences, tile, config.block_q)
+        span = tiles.locate(sequences, tile, block_q)
         left, right = scalars.window_left, scalars.window_right
     aligned = Band(alignment="bottom_right").shift(span.q_len, span.kv_len)
     shift = span.q_offset + scalars.bottom_right * aligned
     window = Window(shift, left, right, span.q_len, span.kv_len)
-    blocks = _blocks(window, span.first_row, config.block_q)
+    blocks = _blocks(window, span.first_row, block_q)
     start, end = blocks.start, blocks.end
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
@@ -212,7 +204,7 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
 
     waits   q, kv empty (mma)      signals q, kv full (mma)
     """
-    q, kv = pipes.q, pipes.kv
+    q, kv, phase = pipes.q, pipes.kv, Int32(0)
     tile = first_tile(variant, x)
     while tile.is_valid:
         work = work_on(variant, x, tile)
@@ -223,12 +215,12 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
             slot = q.acquire_and_advance()
             _load_q(variant, x, work, i, slot)
         slot = kv.acquire_and_advance()
-        _load_v(variant, x, work, newest, slot)
+        phase = _load_v(variant, x, (work, newest), slot, phase)
         for i in cutlass.range(newest - work.blocks.start, unroll=1):
             slot = kv.acquire_and_advance()
             _load_k(variant, x, work, newest - 1 - i, slot)
             slot = kv.acquire_and_advance()
-            _load_v(variant, x, work, newest - 1 - i, slot)
+            phase = _load_v(variant, x, (work, newest - 1 - i), slot, phase)
         tile = next_tile(variant, x, tile)
     # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
     q.tail()
@@ -258,8 +250,12 @@ def _load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, sl
 
 
 @cute.jit
-def _load_v(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slot):
-    """One block of values; rows beyond the sequence's keys become zero."""
+def _load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot, phase: Int32) -> Int32:
+    """One block of values; rows beyond the sequence's keys become zero; ``at`` is (work, block).
+
+    Returns the phase that the scrub barrier is in then.
+    """
+    work, block = at
     key = variant.key
     rows = x.arrays.v[None, None, work.tile.kv_head, work.tile.batch]
     rows = cute.domain_offset((work.span.kv_start, 0), rows)
@@ -278,15 +274,20 @@ def _load_v(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, sl
         if used >= BLOCK_KV:
             cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
         else:
-            _load_partial_v(variant, x, (gV[None, block], sV[None, slot.index]), used, slot)
+            copied = (gV[None, block], sV[None, slot.index])
+            _load_partial_v(variant, x, copied, used, slot, phase)
+            phase = phase ^ 1
+    return phase
 
 
 @cute.jit
-def _load_partial_v(variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot):
+def _load_partial_v(
+    variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot, phase: Int32
+):
     """One block of values, of which only the first ``used`` rows are the sequence's.
 
-    The others become zero: P is 0 for absent keys, but 0 * NaN is not. Only the newest block of a
-    tile is partly used, so the detour over a second barrier is taken once, in its phase 0.
+    The others become zero: P is 0 for absent keys, but 0 * NaN is not. The detour over a barrier of
+    its own is taken for the newest block of a tile at most.
     """
     words = variant.key.value_dim // 2
     size_bytes = BLOCK_KV * variant.key.value_dim * variant.dtype.width // 8
@@ -294,7 +295,7 @@ def _load_partial_v(variant: cutlass.Constexpr, x: Context, copied: tuple, used:
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
     cute.copy(x.tma.v, source, target, tma_bar_ptr=x.smem.scrub)
-    cute.arch.mbarrier_wait(x.smem.scrub, 0)
+    cute.arch.mbarrier_wait(x.smem.scrub, phase)
     pairs = cute.recast_tensor(x.smem.v[None, None, slot.index], Int32)
     lane = cute.arch.lane_idx()
     for row in cutlass.range(cutlass.max(used, 0), BLOCK_KV, unroll=1):
@@ -386,10 +387,10 @@ def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
         work = work_on(variant, x, tile)
         k_full = kv.wait_and_advance()
         q0_full = q.wait_and_advance()
-        _multiply_qk(products, 0, q0_full, k_full)
+        _multiply_qk(products, 0, k_full)
         s0.commit()
         q1_full = q.wait_and_advance()
-        _multiply_qk(products, 1, q1_full, k_full)
+        _multiply_qk(products, 1, k_full)
         s1.commit()
         k_full.release()
         steps = work.blocks.end - work.blocks.start - 1
@@ -397,11 +398,11 @@ def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
             v_full = kv.wait_and_advance()
             answers0 = _multiply_pv(products, 0, v_full, i > 0, answers0)
             k_full = kv.wait_and_advance()
-            _multiply_qk(products, 0, q0_full, k_full)
+            _multiply_qk(products, 0, k_full)
             s0.commit()
             answers1 = _multiply_pv(products, 1, v_full, i > 0, answers1)
             v_full.release()
-            _multiply_qk(products, 1, q1_full, k_full)
+            _multiply_qk(products, 1, k_full)
             s1.commit()
             k_full.release()
         q0_full.release()
@@ -418,14 +419,11 @@ def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
 
 
 @cute.jit
-def _multiply_qk(products: Products, index: cutlass.Constexpr[int], q_full, k_full):
+def _multiply_qk(products: Products, index: cutlass.Constexpr[int], k_full):
     """Issues S of one query tile."""
-    operands = (
-        products.q[None, None, None, q_full.index],
-        products.k[None, None, None, k_full.index],
-    )
-    slabs = range(cute.size(operands[0], mode=[2]))
-    primitives.issue_umma(products.qk, products.s[index], operands, False, slabs)
+    q, k = products.q[None, None, None, index], products.k[None, None, None, k_full.index]
+    slabs = range(cute.size(q, mode=[2]))
+    primitives.issue_umma(products.qk, products.s[index], q, k, False, slabs)
 
 
 @cute.jit
@@ -438,16 +436,16 @@ def _multiply_pv(
 ) -> Answers:
     """Issues PV of one query tile: three quarters of the keys, then the others."""
     scaled, p, p_rest = answers
-    operands = (products.p[index], products.v[None, None, None, v_full.index])
+    pv, acc = products.pv, products.o[index]
+    a, b = products.p[index], products.v[None, None, None, v_full.index]
     first = HANDED_OVER_FIRST * CHUNK // SLAB
     scaled.wait_and_advance()
     p.wait_and_advance()
     primitives.after_thread_sync()
-    primitives.issue_umma(products.pv, products.o[index], operands, accumulate, range(first))
+    primitives.issue_umma(pv, acc, a, b, accumulate, range(first))
     p_rest.wait_and_advance()
     primitives.after_thread_sync()
-    others = range(first, BLOCK_KV // SLAB)
-    primitives.issue_umma(products.pv, products.o[index], operands, accumulate, others)
+    primitives.issue_umma(pv, acc, a, b, accumulate, range(first, BLOCK_KV // SLAB))
     return Answers(scaled, p, p_rest)
 
 
@@ -845,7 +843,8 @@ def find_segment_keys(variant: cutlass.Constexpr, x: Context):
     scalars, sequences = x.scalars, x.scalars.sequences
     thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
     threads, block_q = variant.plan.threads, variant.config.block_q
-    tile, span = tiles.locate(sequences, _tile_at(variant, x.order, Int32(0)), block_q)
+    tile = first_tile(variant, x)
+    span = tiles.locate(sequences, tile, block_q)
     lowest, highest = Int32(0x7FFFFFFF), Int32(-0x80000000)
     base = tile.batch * sequences.q_len + span.q_start
     for i in cutlass.range_constexpr(block_q // edges.WARP):

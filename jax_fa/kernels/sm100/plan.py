@@ -66,7 +66,6 @@ class Config:
     """A forward kernel's tile and resources.
 
     Attributes:
-        is_persistent: a CTA works on many tiles.
         kv_stages: depth of the ring of key and value blocks.
         polynomials: of ``CHUNK`` exponentials of an unmasked block, how many are evaluated as
             polynomials by the multiply-add units, the special function unit doing the others.
@@ -75,7 +74,6 @@ class Config:
         other_registers: per thread of all others.
     """
 
-    is_persistent: bool
     kv_stages: int
     polynomials: int
     softmax_registers: int = 192
@@ -117,7 +115,6 @@ def choose(key: KernelKey) -> Config:
     stage = BLOCK_KV * key.head_dim * ELEMENT_BYTES
     is_fast_at_exp2 = key.arch.startswith("sm_103")
     return Config(
-        is_persistent=key.mask != "general",
         kv_stages=(SMEM_CAPACITY_BYTES - fixed) // stage,
         polynomials=0 if is_fast_at_exp2 else POLYNOMIALS[key.head_dim],
     )

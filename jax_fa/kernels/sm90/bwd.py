@@ -230,8 +230,7 @@ def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
     if const_expr(variant.key.mask == "causal"):
         tile = tiles.longest_first(x.order, slot)
     if const_expr(variant.is_general):
-        tile = tiles.one_per_cta(x.order)
-        tile = tile._replace(is_valid=tile.is_valid & (slot == 0), slot=slot)
+        tile = tiles.one_per_cta(x.order, slot)
     block = x.order.num_q_blocks - 1 - tile.q_block
     if x.scalars.deterministic != 0:
         block = tile.q_block
@@ -544,7 +543,7 @@ def mask_block(
     config, window = variant.config, work.window
     first_key = work.tile.q_block * config.block_kv + c.index * ROWS
     first_column = at.q_block * config.block_q + primitives.first_column(c.thread)
-    visible, segments = [], []
+    visible = []
     for r in cutlass.range_constexpr(softmax.ROWS):
         key = first_key + primitives.row_in_tile(c.thread) + 8 * r
         rows = row_range(window, key, minimum=cutlass.min, maximum=cutlass.max)
@@ -553,15 +552,22 @@ def mask_block(
     softmax.mask(c.s, visible, two_sided=True)
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.q_segments):
-            keys = x.scalars.keys
-            key_ids = work.tile.batch * keys.q_len + work.kv_start
-            for r in cutlass.range_constexpr(softmax.ROWS):
-                key = first_key + primitives.row_in_tile(c.thread) + 8 * r
-                present = cutlass.min(key, window.kv_len - 1)
-                segments.append(tiles.element(x.scalars.kv_segments, key_ids + present))
-            ids = work.tile.batch * keys.kv_len + work.q_start + first_column
-            last = window.q_len - 1 - first_column
-            softmax.mask_segments(c.s, segments, x.scalars.q_segments + ids, last)
+            mask_segments(x, c, work, (first_key, first_column))
+
+
+@cute.jit
+def mask_segments(x: Context, c: Consumer, work: Work, at: tuple):
+    """Sets the scores of pairs of different segments to -inf; ``at`` is (first key, column)."""
+    first_key, first_column = at
+    keys, last_key = x.scalars.keys, work.window.kv_len - 1
+    key_ids = x.scalars.kv_segments + (work.tile.batch * keys.q_len + work.kv_start)
+    own = first_key + primitives.row_in_tile(c.thread)
+    row_ids = [
+        tiles.element(key_ids, cutlass.min(own + 8 * r, last_key)) for r in range(softmax.ROWS)
+    ]
+    row = work.tile.batch * keys.kv_len + work.q_start + first_column
+    last = work.window.q_len - 1 - first_column
+    softmax.mask_segments(c.s, row_ids, x.scalars.q_segments + row, last)
 
 
 @cute.jit
