@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = {name: Run(implementation, text) for name, implementation in _IMPLEMENTATIONS.items()}
     taken: dict[str, Samples] = interleaved(runs, replace(_PROTOCOL, rounds=args.rounds))
     losses = {name: [float(x) for x in run.losses] for name, run in runs.items()}
-    apart = float(np.max(np.abs(np.subtract(*losses.values()))))
+    apart = float(np.max(np.abs(np.subtract(losses["jax_fa"], losses["cudnn"]))))
     speedup = taken["jax_fa"].speedup_over(taken["cudnn"])
     tokens = _TRAINING.batch_size * _MODEL.context
     print(f"{gpu.machine()['gpu']}; {asdict(_MODEL)}, batch size {_TRAINING.batch_size}")

@@ -197,17 +197,16 @@ def row_range(
     )
 
 
-def last_kv_block(
+def first_kv_block(
     window: Window,
     q_block: Any,
     block_kv: int,
     block_q: int,
     *,
-    minimum: Callable[..., Any] = min,
+    maximum: Callable[..., Any] = max,
 ) -> Any:
-    """The last key block among whose ``q_blocks`` is ``q_block``, if any of them has it.
+    """The first key block among whose ``q_blocks`` is ``q_block``, if any of them has it.
 
     Those that have it are consecutive, so this numbers them: it gives every key block its turn.
     """
-    top = (q_block + 1) * block_q + window.right + window.shift - 1
-    return minimum(ceil_div(window.kv_len, block_kv) - 1, top // block_kv)
+    return maximum(0, q_block * block_q - window.left + window.shift) // block_kv

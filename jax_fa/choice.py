@@ -113,7 +113,7 @@ def choose(
         if implementation is not None:
             raise NotImplementedError(
                 f"attention: implementation={implementation!r} does not serve this problem: "
-                f"{refusal}. Use implementation=None or 'xla'."
+                f"{str(refusal).rstrip('.')}. Use implementation=None or 'xla'."
             ) from None
         return Choice("xla", "", str(refusal), is_fallback=True)
     platform: Implementation = "cpu" if target.platform == "cpu" else "cuda"

@@ -8,7 +8,6 @@ of a table below carries the measurement behind it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from jax_fa.kernels.abi import MaskClass
 
@@ -54,7 +53,7 @@ class FwdConfig:
     is_persistent: bool
     stages: int = 2
     consumer_registers: int = 240
-    producer_registers: int = 32
+    producer_registers: int = 24
     q_in_registers: bool = False
 
     @property
@@ -74,7 +73,10 @@ class BwdConfig:
 
     Attributes:
         block_q: query rows per step.
-        num_consumers: warpgroups that own 64 keys each.
+        splits_keys: consumers own 64 keys each, and hand P and dS on in registers. Else all work
+            on the same 64 keys: each computes the scores of a share of the queries, passes P and
+            dS on through shared memory, and owns a share of the columns of dK and dV.
+        num_consumers: warpgroups.
         q_stages: depth of the ring of query tiles.
         dout_stages: depth of the ring of dO tiles.
         consumer_registers: per thread of a consumer, multiple of 8.
@@ -82,6 +84,7 @@ class BwdConfig:
     """
 
     block_q: int
+    splits_keys: bool = True
     num_consumers: int = 2
     q_stages: int = 2
     dout_stages: int = 2
@@ -91,7 +94,7 @@ class BwdConfig:
     @property
     def block_kv(self) -> int:
         """Keys of one tile."""
-        return 64 * self.num_consumers
+        return 64 * self.num_consumers if self.splits_keys else 64
 
     @property
     def splits_dq_rows(self) -> bool:
@@ -107,21 +110,33 @@ def choose_forward(key: KernelKey) -> FwdConfig:
     """
     if key.arch != "sm_90a":
         raise NotImplementedError(f"no forward kernel for {key.arch}; compiled: sm_90a")
+    is_general = key.mask == "general"
+    # Loading is more than starting TMA where lengths are decoded: 24 registers spill at D = 96.
+    consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
+    block_kv, num_consumers, is_persistent, q_in_registers = 128, 2, True, False
     if key.head_dim <= 64:
-        if key.mask == "general":
-            # causal 237 / 427 (3 consumers 204 / 485, but 160 registers spill)
-            return FwdConfig(128, 2, True)
-        # full 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477)
-        return FwdConfig(128, 3, True, consumer_registers=160)
-    if key.head_dim <= 128:
-        # D = 128 full 614 / 650 with q in registers (without 607 / 646; 160 keys 570 / 635; not
-        # persistent 502 / 626). Causal 453 / 638 without (with 452 / 634).
-        return FwdConfig(128, 2, True, q_in_registers=key.mask == "full")
-    if key.head_dim <= 192:
-        # full 554 / 656 (128 keys, not persistent: 527 / 647)
-        return FwdConfig(96, 2, True)
-    # full 544 / 682 (48 keys, persistent: 519 / 573)
-    return FwdConfig(80, 2, False)
+        # General, causal: 237 / 427 (3 consumers 204 / 485, but their 160 registers spill).
+        if not is_general:
+            # Full: 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477).
+            num_consumers, consumer_registers, producer_registers = 3, 160, 32
+    elif key.head_dim <= 128:
+        # D = 128, full: 614 / 650 with q in registers (without 607 / 646; 160 keys 570 / 635; not
+        # persistent 502 / 626). Causal: 453 / 638 without (with 452 / 634).
+        q_in_registers = key.mask == "full"
+    elif key.head_dim <= 192:
+        # Full: 554 / 656 (128 keys, not persistent: 527 / 647).
+        block_kv = 96
+    else:
+        # Full: 544 / 682 (48 keys, persistent: 519 / 573).
+        block_kv, is_persistent = 80, False
+    return FwdConfig(
+        block_kv,
+        num_consumers,
+        is_persistent,
+        consumer_registers=consumer_registers,
+        producer_registers=producer_registers,
+        q_in_registers=q_in_registers,
+    )
 
 
 def choose_backward(key: KernelKey) -> BwdConfig:
@@ -130,4 +145,5 @@ def choose_backward(key: KernelKey) -> BwdConfig:
         raise NotImplementedError(f"no backward kernel for {key.arch}; compiled: sm_90a")
     if key.head_dim <= 64:
         return BwdConfig(block_q=128)
-    return BwdConfig(block_q=64)
+    # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
+    return BwdConfig(block_q=64, splits_keys=key.head_dim + key.value_dim <= 256)

@@ -43,7 +43,7 @@ class Arch:
     operations: tuple[Operation, ...]
 
 
-ARCHS = (Arch("sm90", "sm_90a", ((9, 0),), ("fwd",)),)
+ARCHS = (Arch("sm90", "sm_90a", ((9, 0),), ("fwd", "bwd")),)
 
 
 @dataclass(frozen=True)

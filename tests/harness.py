@@ -85,7 +85,8 @@ def run(case: Case, given: Data, implementation: Implementation | None = None) -
 
 def in_new_process(code: str, **environment: str) -> str:
     """Runs Python code in a fresh interpreter that sees this package; returns its output."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, **environment}
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from jax_fa import _jax_fa
-from jax_fa.band import UNBOUNDED, Band, Window, ceil_div, key_range, kv_blocks, q_blocks
+from jax_fa.band import (
+    UNBOUNDED,
+    Band,
+    Window,
+    ceil_div,
+    first_kv_block,
+    key_range,
+    kv_blocks,
+    q_blocks,
+    row_range,
+)
 
 LENGTHS = (0, 1, 2, 5, 8, 13)
 SIDES = (-3, -1, 0, 1, 4, UNBOUNDED)
@@ -76,6 +86,26 @@ def test_query_blocks_cover_what_is_visible_and_full_blocks_hold_nothing_else(bl
         for first in range(0, window.kv_len, block_kv):
             blocks = q_blocks(window, first, block_kv, block_q)
             check_blocks(blocks, mask[first : first + block_kv], block_q, window)
+
+
+def test_row_range_of_every_key_is_its_dense_column():
+    for window in WINDOWS:
+        ranges = [row_range(window, key) for key in range(window.kv_len)]
+        np.testing.assert_array_equal(mask_of(ranges, window.q_len), dense(window).T, str(window))
+
+
+@pytest.mark.parametrize(("block_q", "block_kv"), BLOCKS)
+def test_key_blocks_of_a_query_block_are_numbered_from_its_first(block_q, block_kv):
+    for window in WINDOWS:
+        users = {}
+        for kv_block in range(ceil_div(window.kv_len, block_kv)):
+            blocks = q_blocks(window, kv_block * block_kv, block_kv, block_q)
+            for q_block in range(blocks.start, blocks.end):
+                users.setdefault(q_block, []).append(kv_block)
+        for q_block, kv_blocks_of_it in users.items():
+            first = first_kv_block(window, q_block, block_kv, block_q)
+            turns = [kv_block - first for kv_block in kv_blocks_of_it]
+            assert turns == list(range(len(turns))), window
 
 
 def test_blocks_outside_the_band_are_skipped():

@@ -403,11 +403,12 @@ for _mode in ("rm", "rp", "rz"):
             _kinds.replace("f4", "pair"),
             lambda *pairs, f=_rounded: (f(*(p[0] for p in pairs)), f(*(p[1] for p in pairs))),
         )
+define("div.full.f32 div.approx.f32", "f4", "f4 f4", np.divide)
 define(
-    "div.full.f32 div.approx.f32 div.full.ftz.f32 div.approx.ftz.f32",
+    "div.full.ftz.f32 div.approx.ftz.f32",
     "f4",
     "f4 f4",
-    lambda a, b: flush(a / b),
+    lambda a, b: flush(flush(a) / flush(b)),
 )
 
 

@@ -13,11 +13,18 @@ from jax_fa.emulator.faults import OutOfBoundsError
 from jax_fa.emulator.layouts import packed_chunks
 from jax_fa.emulator.loadstore import address_reader, combine_values, load_at
 from jax_fa.emulator.machine import Operation
-from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT, Claim
+from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT, Claim, Memory
 from jax_fa.emulator.ptx import Address, Instruction, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
-from jax_fa.emulator.sync import Mbarrier, mbarrier_at
-from jax_fa.emulator.tensor_map import TensorMap, decode_tensor_map, in_range, load_box
+from jax_fa.emulator.sync import Mbarrier, mbarrier_at, signalled_mbarrier
+from jax_fa.emulator.tensor_map import (
+    Part,
+    TensorMap,
+    box_shape,
+    decode_tensor_map,
+    in_range,
+    load_box,
+)
 from jax_fa.emulator.values import DTYPES, LANES, UNSIGNED
 from jax_fa.emulator.warp import Wait, Warp
 
@@ -41,9 +48,8 @@ class Groups:
 
         `phases` is how many phases must have run, None for all.
         """
-        covered = [
-            o for group in list(self.committed)[: len(self.committed) - newest] for o in group
-        ]
+        count = max(len(self.committed) - newest, 0)
+        covered = [o for group in list(self.committed)[:count] for o in group]
         for operation in covered:
             operation.waited = True
         while len(self.committed) > newest and all(o.finished for o in self.committed[0]):
@@ -115,7 +121,7 @@ class _Issue:
 
     def send(self, target: Cta, chunks: np.ndarray, barrier_address: int) -> None:
         """Copies to one CTA, then completes `size` bytes on an mbarrier."""
-        barrier = mbarrier_at(self.warp, barrier_address)
+        barrier = signalled_mbarrier(self.warp, barrier_address)
         claim = target.shared.begin_write(chunks, self.what)
 
         def land() -> None:
@@ -236,39 +242,46 @@ def _tensor_store(
                 what = _who(warp, ins, f"TMA {verb} of box {corner}")
                 cta = warp.cta.cluster.cta_at(address)
                 chunks = packed_chunks(address & OFFSET_MASK, tensor.box_bytes, tensor.swizzle)
-                write = _box_writer(warp, tensor, corner, reduction)
-                issued[key] = _read_then(warp, what, cta, chunks, write)
+                part = in_range(tensor, corner, warp.machine.memory)
+                claim = cta.shared.begin_read(chunks, what, _used_chunks(tensor, part, chunks))
+                write = _box_writer(tensor, part, reduction)
+                issued[key] = _read_then(warp, what, cta, claim, write)
                 warp.machine.count(f"bytes TMA {verb}", tensor.box_bytes)
             groups_of(warp, "bulk")[lane].open.append(issued[key])
 
     return run
 
 
+def _used_chunks(tensor: TensorMap, part: Part | None, chunks: np.ndarray) -> np.ndarray:
+    """The chunks of a box that hold elements inside the tensor; the others are not stored."""
+    inside = np.zeros(box_shape(tensor), np.bool_)
+    if part is not None:
+        inside[part.place] = True
+    return chunks[inside.reshape(-1, CHUNK).any(axis=1)]
+
+
 def _read_then(
-    warp: Warp, what: str, cta: Cta, chunks: np.ndarray, write: Callable[[np.ndarray], None]
+    warp: Warp, what: str, cta: Cta, claim: Claim, write: Callable[[np.ndarray], None]
 ) -> Operation:
-    """An operation that first reads shared memory, then passes the bytes on."""
-    claim: Claim = cta.shared.begin_read(chunks, what)
+    """An operation that first reads the shared memory it claimed, then passes the bytes on."""
     taken: list[np.ndarray] = []
 
     def take() -> None:
-        taken.append(_read_chunks(cta, chunks).copy())
+        taken.append(_read_chunks(cta, claim.chunks).copy())
         cta.shared.end(claim)
 
     return _issue(warp, what, take, lambda: write(taken.pop()))
 
 
 def _box_writer(
-    warp: Warp, tensor: TensorMap, corner: tuple[int, ...], reduction: str | None
+    tensor: TensorMap, part: Part | None, reduction: str | None
 ) -> Callable[[np.ndarray], None]:
-    memory = warp.machine.memory
+    """A function that stores a packed box where it lies inside the tensor."""
 
     def write(data: np.ndarray) -> None:
-        part = in_range(tensor, corner, memory)
         if part is None:
             return
-        shape = (*reversed(tensor.box[1:]), tensor.box[0] * tensor.element_bytes)
-        new = data[: tensor.box_bytes].reshape(shape)[part.place]
+        new = data[: tensor.box_bytes].reshape(box_shape(tensor))[part.place]
         if reduction is not None:
             bits = DTYPES[UNSIGNED[tensor.element_bytes]]
             old = np.ascontiguousarray(part.view).view(bits)
@@ -356,11 +369,12 @@ def _bulk_store(
             cta = warp.cta.cluster.cta_at(address)
             verb = "reduction" if reduction[0] else "store"
             what = _who(warp, ins, f"bulk {verb} of {count} bytes to {region.name!r}")
+            chunks = packed_chunks(address & OFFSET_MASK, count, "none")
             operation = _read_then(
                 warp,
                 what,
                 cta,
-                packed_chunks(address & OFFSET_MASK, count, "none"),
+                cta.shared.begin_read(chunks, what),
                 lambda data, v=view: _combine_into(v, data, *reduction),
             )
             groups_of(warp, "bulk")[lane].open.append(operation)
@@ -403,7 +417,7 @@ def _bulk_exchange(
             what = _who(warp, ins, f"bulk copy of {count} bytes to CTA {there.number}")
             read = here.shared.begin_read(packed_chunks(source & OFFSET_MASK, count, "none"), what)
             write = there.shared.begin_write(packed_chunks(goal & OFFSET_MASK, count, "none"), what)
-            barrier = mbarrier_at(warp, int(barrier_of(slots)[lane]))
+            barrier = signalled_mbarrier(warp, int(barrier_of(slots)[lane]))
 
             def land(
                 here: Cta = here,
@@ -496,14 +510,9 @@ def small_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         claim = shared.begin_write(np.unique(places // CHUNK), what) if size == CHUNK else None
 
         def land() -> None:
-            for place, source, limit in zip(places, sources, limits, strict=True):
-                data = np.zeros(size, np.uint8)
-                if limit:
-                    region = machine.memory.region(int(source), int(source) + int(limit))
-                    begin = int(source) - region.base
-                    data[: int(limit)] = region.data[begin : begin + int(limit)]
-                shared.data[place] = data
-                shared.written[place] = 1
+            shared.data[places] = _zero_filled(machine.memory, sources, limits, size)
+            shared.written[places] = 1
+            shared.version += 1
             if claim is not None:
                 shared.end(claim)
             # Unlike bulk copies these write through the generic proxy.
@@ -516,6 +525,21 @@ def small_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         machine.count("bytes cp.async", size * len(targets))
 
     return run
+
+
+def _zero_filled(memory: Memory, sources: np.ndarray, limits: np.ndarray, size: int) -> np.ndarray:
+    """`size` bytes from each source, zero from `limits` on: (sources, size)."""
+    data = np.zeros((len(sources), size), np.uint8)
+    whole = limits >= size
+    if whole.any():
+        unit = min(size, 8)
+        data[whole] = memory.load(sources[whole], unit, size // unit).view(np.uint8)
+    for lane in np.flatnonzero(~whole & (limits > 0)):
+        source, limit = int(sources[lane]), int(limits[lane])
+        region = memory.region(source, source + limit)
+        begin = source - region.base
+        data[lane, :limit] = region.data[begin : begin + limit]
+    return data
 
 
 @effect("cp.async.mbarrier.arrive")

@@ -108,6 +108,12 @@ class Segment:
         self.computed = 0
         self.join = -1
 
+    @property
+    def first_line(self) -> int:
+        """Line of the first instruction."""
+        first = self.steps[0] if self.steps else self.last
+        return 0 if first is None else first.line
+
     def add_use(self, instruction: Instruction) -> None:
         """Adds what the next step does to registers."""
         use = _register_use(instruction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -235,7 +236,7 @@ def store(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     return run
 
 
-# Atomics: lanes take effect one after the other, in lane order.
+# Atomics: lanes with the same address take effect one after the other, in lane order.
 COMBINE: dict[str, Callable] = {
     "add": lambda old, new: old + new,
     "and": lambda old, new: old & new,
@@ -270,7 +271,7 @@ def atomic(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     operation = mods.need("add and or xor min max exch inc dec cas")
     mods.take("v2", "v4", "v8")
     type_ = mods.need(_TYPES)
-    mods.drop(_HINTS + " noftz async mbarrier::complete_tx::bytes").done()
+    mods.drop(_HINTS + " noftz").done()
     returns = ins.opcode.startswith("atom")
     size = TYPE_BYTES[type_]
     kind = UNSIGNED[size]
@@ -282,29 +283,39 @@ def atomic(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots = warp.slots
         addresses = at(slots)
-        for index in range(len(reads[0])):
-            where = addresses + addresses.dtype.type(size * index)
-            operands = [r[index](slots) for r in reads]
-            old_values = np.zeros(LANES, DTYPES[kind])
-            for lane in np.flatnonzero(mask):
-                one = slice(lane, lane + 1)
-                only = np.zeros(LANES, np.bool_)
-                only[lane] = True
-                old = load_at(warp, space, where, only, size)[one, 0]
-                if operation == "cas":
-                    new = np.where(old == operands[0][one], operands[1][one], old)
-                else:
-                    new = combine_values(operation, type_, old, operands[0][one])
-                spread = np.zeros(LANES, DTYPES[kind])
-                spread[one] = new
-                store_at(warp, space, where, spread, only)
-                old_values[lane] = old[0]
-            if writes:
-                writes[index](slots, old_values, mask)
+        operands = [np.stack([read(slots) for read in r], axis=1) for r in reads]
+        before = np.zeros((LANES, len(reads[0])), DTYPES[kind])
+        for part in _rounds(addresses, mask):
+            old = load_at(warp, space, addresses, part, size, len(reads[0]))
+            if operation == "cas":
+                new = np.where(old == operands[0], operands[1], old)
+            else:
+                new = combine_values(operation, type_, old, operands[0])
+            store_at(warp, space, addresses, new, part)
+            before[part] = old[part]
+        for column, write in zip(np.ascontiguousarray(before.T), writes, strict=False):
+            write(slots, column, mask)
         if space != "local":
             warp.machine.progress += 1
 
     return run
+
+
+def _rounds(addresses: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
+    """Splits the lanes of the mask so that no part has two lanes with the same address.
+
+    Lanes with equal addresses come in lane order.
+    """
+    lanes = np.flatnonzero(mask)
+    if len(np.unique(addresses[lanes])) == len(lanes):
+        return [mask]
+    seen: Counter[int] = Counter()
+    turn = np.full(LANES, -1)
+    for lane in lanes:
+        address = int(addresses[lane])
+        turn[lane] = seen[address]
+        seen[address] += 1
+    return [turn == number for number in range(max(seen.values()))]
 
 
 # Address conversions: generic shared addresses are the 32-bit ones plus the window's base.

@@ -27,8 +27,11 @@ from jax_fa.emulator.warp import Fragment, Join, Warp
 
 COMPLETIONS = ("lazy", "eager", "random")
 
+# Segments after which a warp that met no synchronisation lets others run: it may be spinning.
+TURN = 2_000
+
 # Turns without any event after which spinning warps are no longer left to themselves.
-PATIENCE = 2000
+PATIENCE = 300
 
 
 @dataclass(frozen=True)
@@ -319,6 +322,14 @@ class Machine:
                         f"  CTA {warp.cta.number} warp {warp.index:2d} ({lanes} lanes) "
                         f"line {line}: {reason}"
                     )
+                for join in warp.state.get("joins", ()):
+                    if join.arrived.any():
+                        line = self.program.segments[join.segment].first_line
+                        rows.append(
+                            f"  CTA {warp.cta.number} warp {warp.index:2d} "
+                            f"({int(join.arrived.sum())} lanes) line {line}: waits for the "
+                            "warp's other lanes"
+                        )
         return (
             f"deadlock in kernel {self.program.kernel.name[:60]}: no warp can run and no "
             "asynchronous operation is pending\n" + "\n".join(rows)
@@ -336,7 +347,7 @@ class Machine:
             fragment.segment = self.program.segments[fragment.segment].next
         segments, visits = self.program.segments, warp.visits
         end = len(segments)
-        while True:
+        for _ in range(TURN):
             number = fragment.segment
             if fragment.joins and fragment.joins[-1].segment == number:
                 fragment = self._arrive(fragment)

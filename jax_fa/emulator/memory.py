@@ -231,8 +231,12 @@ class SharedMemory:
             mine = chunks[self.owner[chunks] == warp + 1]
             self.owner[mine] = 0
 
-    def begin_read(self, chunks: np.ndarray, who: str) -> Claim:
-        """An asynchronous operation is issued that will read the chunks."""
+    def begin_read(self, chunks: np.ndarray, who: str, used: np.ndarray | None = None) -> Claim:
+        """An asynchronous operation is issued that will read the chunks.
+
+        `used` are those whose contents matter and must have been written; by default all.
+        """
+        used = chunks if used is None else used
         if self.owner[chunks].any():
             bad = int(chunks[self.owner[chunks] != 0][0])
             raise ProxyFenceError(
@@ -241,11 +245,11 @@ class SharedMemory:
             )
         if self.writes[chunks].any():
             self._hazard(f"is read by {who}", chunks, "write")
-        complete = self.written_chunks[chunks] == _WRITTEN
+        complete = self.written_chunks[used] == _WRITTEN
         if not complete.all():
             unwritten = ~complete.all(axis=-1)
             raise UninitializedReadError(
-                f"{who} reads shared offset {int(chunks[unwritten][0]) * CHUNK}, never written"
+                f"{who} reads shared offset {int(used[unwritten][0]) * CHUNK}, never written"
             )
         self.reads[chunks] += 1
         return self._claim(chunks, "read", who)

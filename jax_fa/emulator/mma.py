@@ -68,7 +68,7 @@ def matrix_move(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 def b_fragment(registers: list[np.ndarray], type_: str) -> np.ndarray:
     """B registers of mma.sync -> (8, K) float32."""
     size = ELEMENT_BYTES[type_]
-    bits = np.stack(registers).view(DTYPES[UNSIGNED[size]]).reshape(-1, 8, 4, 4 // size)
+    bits = np.concatenate(registers).view(DTYPES[UNSIGNED[size]]).reshape(-1, 8, 4, 4 // size)
     return matrix_values(bits.transpose(1, 0, 2, 3).reshape(8, -1), type_)
 
 

@@ -13,15 +13,20 @@ from jax_fa.emulator.decode import Program, decode
 from jax_fa.emulator.launch import Launch
 from jax_fa.emulator.machine import Machine, Options
 from jax_fa.emulator.memory import Memory
-from jax_fa.emulator.ptx import parse
+from jax_fa.emulator.ptx import Module, parse
 from jax_fa.emulator.report import Report
 
 INSTRUCTION_FILES = (alu, async_copy, lanes, loadstore, mma, sync, tcgen05, wgmma)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
+def _module(ptx: str) -> Module:
+    return parse(ptx)
+
+
+@lru_cache(maxsize=16)
 def _program(ptx: str, kernel: str | None) -> Program:
-    return decode(parse(ptx).kernel(kernel))
+    return decode(_module(ptx).kernel(kernel))
 
 
 def emulate(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jax_fa.emulator.faults import BarrierError
+from jax_fa.emulator.faults import BarrierError, ProxyFenceError
 from jax_fa.emulator.ptx import Address, Immediate, Instruction, Sink
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
 from jax_fa.emulator.values import FULL, LANES
@@ -22,6 +22,9 @@ class Mbarrier:
 
     A phase is complete when no arrivals and no bytes are pending; then the parity flips and the
     arrivals are due again. Bytes may be negative in between: data may land before expect_tx.
+
+    Attributes:
+      published: whether a fence after mbarrier.init showed it to the asynchronous proxy.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -30,7 +33,7 @@ class Mbarrier:
         self.pending = count
         self.bytes = 0
         self.phase = 0
-        self.expected = 0
+        self.published = False
 
     def arrive(self, count: int = 1) -> None:
         """`count` arrivals."""
@@ -44,7 +47,6 @@ class Mbarrier:
     def expect(self, size: int) -> None:
         """The phase shall also wait for `size` bytes."""
         self.bytes += size
-        self.expected += size
         self._settle()
 
     def complete(self, size: int) -> None:
@@ -60,7 +62,6 @@ class Mbarrier:
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
             self.pending = self.count
-            self.expected = 0
 
     def __str__(self) -> str:
         return (
@@ -125,6 +126,17 @@ def mbarrier_at(warp: Warp, address: int, *, window: str = "shared::cluster") ->
     return barrier
 
 
+def signalled_mbarrier(warp: Warp, address: int) -> Mbarrier:
+    """The mbarrier at an address that an asynchronous unit is going to signal."""
+    barrier = mbarrier_at(warp, address)
+    if not barrier.published:
+        raise ProxyFenceError(
+            f"an asynchronous operation signals {barrier}, and no fence.mbarrier_init or "
+            "fence.proxy.async followed its mbarrier.init"
+        )
+    return barrier
+
+
 def _lanes(decoder: Decoder, operand: Address) -> object:
     """Reader of a 32-bit shared address, for every lane (64-bit registers are narrowed)."""
     base, offset = decoder.read(operand.base, "u4"), np.uint32(operand.offset & 0xFFFFFFFF)
@@ -149,9 +161,9 @@ def mbarrier_init(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             cta, offset = warp.cta.cluster.cta_at(int(address)), int(address) & 0xFFFFFF
             if not 1 <= int(expected) < 1 << 20:
                 raise BarrierError(f"mbarrier.init at offset {offset} with count {int(expected)}")
-            cta.mbarriers[offset] = Mbarrier(
-                f"at offset {offset} of CTA {cta.number}", int(expected)
-            )
+            barrier = Mbarrier(f"at offset {offset} of CTA {cta.number}", int(expected))
+            cta.mbarriers[offset] = barrier
+            warp.initialised.append(barrier)
             cta.shared.written[offset : offset + 8] = 1
 
     return run
@@ -406,6 +418,7 @@ _FENCE_SUFFIX = "acq_rel sc release acquire cta cluster gpu sys aligned sync_res
 def fence(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     """fence, fence.proxy, fence.mbarrier_init: publishes generic stores to the async proxy."""
     publishes = ins.opcode.startswith("fence.proxy.async") or "proxy.alias" in ins.opcode
+    shows_barriers = publishes or "mbarrier_init" in ins.opcode
     mods.drop(
         "proxy async async::generic generic tensormap::generic alias mbarrier_init "
         "shared::cta shared::cluster shared global gl "
@@ -415,6 +428,10 @@ def fence(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         if publishes:
             warp.cta.cluster.publish(warp)
+        if shows_barriers:
+            for barrier in warp.initialised:
+                barrier.published = True
+            warp.initialised.clear()
 
     return run
 

@@ -27,7 +27,7 @@ from jax_fa.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from jax_fa.emulator.numerics import matrix_values
 from jax_fa.emulator.ptx import Address, Instruction, Register, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
-from jax_fa.emulator.sync import mbarrier_at
+from jax_fa.emulator.sync import signalled_mbarrier
 from jax_fa.emulator.tmem import Cells
 from jax_fa.emulator.values import LANES
 from jax_fa.emulator.warp import InFlight, Wait, Warp
@@ -238,7 +238,7 @@ def tmem_store(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
         tmem, slots = warp.cta.tmem, warp.slots
-        values = np.stack([read(slots) for read in reads])
+        values = np.concatenate([read(slots) for read in reads]).reshape(-1, LANES)
         cells, scattered = transfer.cells(warp)
         who = f"tcgen05.st of warp {warp.index}"
         if scattered is None:
@@ -552,7 +552,7 @@ def commit(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                     for rank in range(16)
                     if ranks >> rank & 1
                 ]
-            barriers = [mbarrier_at(warp, a) for a in addresses]
+            barriers = [signalled_mbarrier(warp, a) for a in addresses]
             who = f"the tcgen05.commit issued by {warp} at line {ins.line}"
 
             def arrive(barriers: list = barriers) -> None:

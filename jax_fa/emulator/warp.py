@@ -19,6 +19,7 @@ from jax_fa.emulator.values import FULL, LANES, POISON
 if TYPE_CHECKING:
     from jax_fa.emulator.cta import Cta
     from jax_fa.emulator.decode import Program, RegisterUse
+    from jax_fa.emulator.sync import Mbarrier
 
 Special = Callable[["Warp", str], np.ndarray]
 
@@ -122,6 +123,8 @@ class Warp:
         self.visits: dict[int, int] = {}
         self.in_flight: list[InFlight] = []
         self.busy = 0
+        # mbarriers this warp initialised and no fence has published yet.
+        self.initialised: list[Mbarrier] = []
         # Registers computed since the last wgmma.fence; kept for kernels with wgmma only.
         self.unfenced = 0
         self.local = (
@@ -150,8 +153,6 @@ class Warp:
         """Registers come back."""
         self.in_flight = [o for o in self.in_flight if o not in operations]
         self.busy = 0
-        # Registers computed since the last wgmma.fence; kept for kernels with wgmma only.
-        self.unfenced = 0
         for operation in self.in_flight:
             self.busy |= operation.written | operation.read
 

@@ -37,7 +37,7 @@ class Accumulator:
 
     def load(self, slots: list) -> np.ndarray:
         """Registers -> (16, N) float32."""
-        raw = np.stack([read(slots) for read in self.reads])
+        raw = np.concatenate([read(slots) for read in self.reads])
         if self.half:
             parts = raw.view(np.float16).reshape(self.columns // 8, 2, 8, 4, 2)
             return parts.transpose(1, 2, 0, 3, 4).reshape(_ROWS, -1).astype(np.float32)
@@ -60,7 +60,7 @@ class Accumulator:
 def a_fragment(registers: list[np.ndarray], type_: str) -> np.ndarray:
     """A registers (rows r and r + 8 of each column block) -> (16, K) float32."""
     size = ELEMENT_BYTES[type_]
-    bits = np.stack(registers).view(DTYPES[UNSIGNED[size]]).reshape(-1, 2, 8, 4, 4 // size)
+    bits = np.concatenate(registers).view(DTYPES[UNSIGNED[size]]).reshape(-1, 2, 8, 4, 4 // size)
     return matrix_values(bits.transpose(1, 2, 0, 3, 4).reshape(_ROWS, -1), type_)
 
 

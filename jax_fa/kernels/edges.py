@@ -188,19 +188,7 @@ def check(plan: Plan) -> None:
         raise PlanError(f"warps are no partition of 0..{len(warps) - 1}: {warps}")
     if len(warps) % WARPS_PER_GROUP:
         raise PlanError(f"setmaxnreg works on warpgroups, not on {len(warps)} warps")
-    registers = sum(role.threads * role.registers for role in plan.roles)
-    if registers > REGISTERS_PER_SM:
-        raise PlanError(f"roles ask for {registers} registers of {REGISTERS_PER_SM}")
-    for role in plan.roles:
-        if role.registers % 8 or not 24 <= role.registers <= 256:
-            raise PlanError(f"{role.name}: {role.registers} registers; 24 to 256, multiple of 8")
-        for other in plan.roles:
-            groups = [{warp // WARPS_PER_GROUP for warp in r.warps} for r in (role, other)]
-            if groups[0] & groups[1] and role.registers != other.registers:
-                raise PlanError(
-                    f"{role.name} and {other.name} share a warpgroup, on which setmaxnreg works, "
-                    f"with {role.registers} and {other.registers} registers"
-                )
+    _check_registers(plan)
     if plan.smem_bytes > plan.smem_capacity_bytes:
         raise PlanError(f"{plan.smem_bytes} bytes of smem of {plan.smem_capacity_bytes}")
     for buffer in plan.buffers:
@@ -219,6 +207,26 @@ def check(plan: Plan) -> None:
             raise PlanError(f"a name appears twice in {names}")
 
 
+def _check_registers(plan: Plan) -> None:
+    # setmaxnreg moves registers between warpgroups of a CTA and cannot take more than the CTA was
+    # launched with: as many per thread as fit, in steps of 8. Beyond that it waits for ever
+    # (240 + 240 + 32 registers for 384 threads, launched with 168 each, hung an H200).
+    pool = plan.threads * (REGISTERS_PER_SM // plan.threads // 8 * 8)
+    registers = sum(role.threads * role.registers for role in plan.roles)
+    if registers > pool:
+        raise PlanError(f"roles ask for {registers} registers; the CTA is launched with {pool}")
+    for role in plan.roles:
+        if role.registers % 8 or not 24 <= role.registers <= 256:
+            raise PlanError(f"{role.name}: {role.registers} registers; 24 to 256, multiple of 8")
+        for other in plan.roles:
+            groups = [{warp // WARPS_PER_GROUP for warp in r.warps} for r in (role, other)]
+            if groups[0] & groups[1] and role.registers != other.registers:
+                raise PlanError(
+                    f"{role.name} and {other.name} share a warpgroup, on which setmaxnreg works, "
+                    f"with {role.registers} and {other.registers} registers"
+                )
+
+
 def _check_tmem(plan: Plan) -> None:
     for one in plan.tmem:
         if one.start < 0 or one.end > TMEM_COLS:
@@ -231,10 +239,12 @@ def _check_tmem(plan: Plan) -> None:
 
 def ledger(plan: Plan) -> str:
     """The plan as text: roles, edges with their arrive counts, memory, barriers."""
-    lines = [f"{role.name:9s} warps {role.warps.start}-{role.warps.stop - 1}  "
-             f"{role.registers} registers" for role in plan.roles]
+    lines = [
+        f"{role.name:9s} warps {role.warps.start}-{role.warps.stop - 1}  {role.registers} registers"
+        for role in plan.roles
+    ]
     for edge in plan.edges:
-        full, empty = (arrivals(plan, edge, side) for side in ("full", "empty"))
+        full, empty = arrivals(plan, edge, "full"), arrivals(plan, edge, "empty")
         size = f" x {edge.stage_bytes} bytes" if edge.stage_bytes else ""
         drained = f"  empty({empty}): {edge.empty}" if edge.empty else ""
         lines.append(

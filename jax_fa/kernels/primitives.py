@@ -46,12 +46,16 @@ def transposed(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=order))
 
 
-def make_mma(dtype: type, columns: int, b_major: OperandMajorMode, a_in_registers: bool) -> object:
+def make_mma(
+    dtype: type,
+    columns: int,
+    b_major: OperandMajorMode,
+    a_in_registers: bool,
+    a_major: OperandMajorMode = OperandMajorMode.K,
+) -> object:
     """One warpgroup's 64 x ``columns`` product with float32 accumulation."""
     source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
-    op = warpgroup.MmaF16BF16Op(
-        dtype, Float32, (64, columns, 16), source, OperandMajorMode.K, b_major
-    )
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, columns, 16), source, a_major, b_major)
     return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
@@ -101,7 +105,7 @@ def first_column(thread: Int32) -> Int32:
 
 
 @cute.jit
-def narrow(source: cute.Tensor, target: cute.Tensor):
+def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
     """Rounds float32 ``source`` into 16-bit ``target``, element i to element i, in pairs."""
     kind = "bf16x2" if cutlass.const_expr(target.element_type is BFloat16) else "f16x2"
     pairs = cute.recast_tensor(target, Int32)
@@ -114,7 +118,7 @@ def narrow(source: cute.Tensor, target: cute.Tensor):
 
 
 @cute.jit
-def complete_tx(barrier: cute.Pointer, size_bytes: int):
+def complete_tx(barrier: cute.Pointer, size_bytes: int) -> None:
     """Counts ``size_bytes`` as arrived at an mbarrier, in place of a copy that skipped it.
 
     The caller's earlier writes to shared memory are visible to whoever passes the barrier.
@@ -135,23 +139,17 @@ def widen(word: Int32, dtype: type) -> tuple[Float32, Float32]:
             "{ .reg .f16 low, high; mov.b32 {low, high}, {$r0}; "
             "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
         )
-    return cute.arch.inline_ptx(
-        code, write_only_types=[Float32, Float32], read_only_args=[word]
-    )
+    return cute.arch.inline_ptx(code, write_only_types=[Float32, Float32], read_only_args=[word])
 
 
 def tma_load(tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> object:
     """TMA descriptor and coordinate tensor that load ``tile`` of modes 0 and 1 of ``tensor``."""
-    return cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, tile
-    )
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, tile)
 
 
 def tma_store(tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> object:
     """TMA descriptor and coordinate tensor that store ``tile`` of modes 0 and 1 of ``tensor``."""
-    return cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, tile
-    )
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, tile)
 
 
 def tma_views(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> tuple:
@@ -186,7 +184,7 @@ def bulk_load(source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
 
 
 def add_to_global(address: Int64, values: list):
-    """Adds four consecutive floats to global memory, atomically each, with no order among adders."""
+    """Adds four consecutive floats to global memory, each atomically, in no order."""
     cute.arch.inline_ptx(
         "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *values],
@@ -237,7 +235,13 @@ def make_umma(dtype: type, columns: int, b_major: OperandMajorMode, a_in_tmem: b
     """One CTA's 128 x ``columns`` tcgen05 product with float32 accumulation in tensor memory."""
     source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
     op = tcgen05.MmaF16BF16Op(
-        dtype, Float32, (128, columns, 16), tcgen05.CtaGroup.ONE, source, OperandMajorMode.K, b_major
+        dtype,
+        Float32,
+        (128, columns, 16),
+        tcgen05.CtaGroup.ONE,
+        source,
+        OperandMajorMode.K,
+        b_major,
     )
     return cute.make_tiled_mma(cute.make_mma_atom(op))
 
@@ -330,6 +334,13 @@ def max3(a: Float32, b: Float32, c: Float32) -> Float32:
     """The largest of three."""
     return cute.arch.inline_ptx(
         "max.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+    )
+
+
+def bits_from(first: Int32) -> Int32:
+    """The word in which all bits from number ``first`` >= 0 on are set; 0 from 32 on."""
+    return cute.arch.inline_ptx(
+        "shl.b32 {$w0}, -1, {$r0};", write_only_types=[Int32], read_only_args=[first]
     )
 
 

@@ -48,7 +48,7 @@ def copy(state: RowState) -> RowState:
 
 
 @cute.jit
-def reset(state: RowState):
+def reset(state: RowState) -> None:
     """Statistics of no keys at all."""
     state.maximum.fill(-Float32.inf)
     state.total.fill(0.0)
@@ -146,7 +146,7 @@ def finish_whole_row(
 
 
 @cute.jit
-def scale_rows(acc: cute.Tensor, factors: cute.Tensor):
+def scale_rows(acc: cute.Tensor, factors: cute.Tensor) -> None:
     """Multiplies each row of an accumulator by its factor."""
     rows = primitives.by_row(acc)
     for row in cutlass.range_constexpr(ROWS):
@@ -155,7 +155,7 @@ def scale_rows(acc: cute.Tensor, factors: cute.Tensor):
 
 
 @cute.jit
-def cap(acc: cute.Tensor, inner_log2: Float32):
+def cap(acc: cute.Tensor, inner_log2: Float32) -> None:
     """Replaces scores s by ``tanh(x)``, with ``2 * log2(e) * x = s * inner_log2``.
 
     tanh(x) = 1 - 2 / (1 + e ** 2x): two operations of the special function unit, absolute error
@@ -174,7 +174,7 @@ class Visible(NamedTuple):
 
 
 @cute.jit
-def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]):
+def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]) -> None:
     """Sets the scores outside each row's ``Visible`` columns to -inf.
 
     ``two_sided`` is False where no row has invisible columns before its visible ones.
@@ -190,7 +190,7 @@ def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]):
 
 
 @cute.jit
-def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int32):
+def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int32) -> None:
     """Sets the scores of keys of another segment than their row's to -inf.
 
     Args:
@@ -245,21 +245,23 @@ def raise_maximum(
 
 @cute.jit
 def reference_log2(maximum: Float32, scale_log2: Float32) -> Float32:
-    """What is subtracted in the exponent: 0 for a row that has seen no key, whose scores are -inf."""
+    """What is subtracted in the exponent: 0 for a row whose scores are all -inf so far."""
     return Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
 
 
-# 1 + c1 f + c2 f^2 + c3 f^3 is within 8.6e-5 of 2 ** f on [0, 1], relatively, and no cubic with
-# p(0) = 1 does better (minimax fit); bfloat16 rounds by up to 3.9e-3, float16 by 4.9e-4.
-POWER_OF_TWO = (0.69511682, 0.22764485, 0.07706717)
+# 1 + c1 f + c2 f^2 + c3 f^3 + c4 f^4 is within 2.9e-6 of 2 ** f on [0, 1], relatively (minimax fit
+# with p(0) = 1). The best cubic has 8.6e-5: enough for P, which is rounded to 16 bits, but it would
+# show in the sum, hence in the LSE, which is a float32.
+POWER_OF_TWO = (0.69304484, 0.24128021, 0.05224245, 0.0134267)
 ROUND_TO_INTEGER = 1.5 * 2.0**23
 """Added to x in [-2^22, 2^22], rounding down, it leaves floor(x) in the low bits."""
 SMALLEST_LOG2 = -127.0
+"""Here the sum of the exponent fields is 0: the result is exactly 0, as it must be for -inf."""
 
 
 @cute.jit
 def exp2_by_polynomial(x0: Float32, x1: Float32) -> tuple:
-    """2 ** x of two values below 2^7 without the special function unit; not 0 for -inf.
+    """2 ** x of two values below 2^7 without the special function unit; 0 up to 2 ** -127.
 
     Exponent and fraction apart (Cody and Waite, 1980); FlashAttention-4, arXiv:2603.05451, brought
     it to this place.
@@ -270,10 +272,9 @@ def exp2_by_polynomial(x0: Float32, x1: Float32) -> tuple:
     whole = cute.arch.add_packed_f32x2((x0, x1), magic, rnd="rm")
     floor = cute.arch.sub_packed_f32x2(whole, magic, rnd="rn")
     fraction = cute.arch.sub_packed_f32x2((x0, x1), floor, rnd="rn")
-    c1, c2, c3 = ((Float32(c), Float32(c)) for c in POWER_OF_TWO)
-    power = cute.arch.fma_packed_f32x2(c3, fraction, c2)
-    power = cute.arch.fma_packed_f32x2(power, fraction, c1)
-    power = cute.arch.fma_packed_f32x2(power, fraction, (Float32(1.0), Float32(1.0)))
+    *others, power = ((Float32(c), Float32(c)) for c in (1.0, *POWER_OF_TWO))
+    for c in reversed(others):
+        power = cute.arch.fma_packed_f32x2(power, fraction, c)
     return (
         primitives.add_to_exponent(power[0], whole[0]),
         primitives.add_to_exponent(power[1], whole[1]),
@@ -303,33 +304,55 @@ def exponentials(
             scores[2 * i + 1] = cute.math.exp2(x1, fastmath=True)
 
 
-@cute.jit
-def whole_row_sum(values: cute.Tensor) -> Float32:
-    """Sum of a row, over four independent chains of pairs."""
-    chains = [(values[2 * i], values[2 * i + 1]) for i in range(4)]
-    for i in cutlass.range_constexpr(4, cute.size(values) // 2):
+def no_sums() -> list:
+    """Four independent sums of pairs, which ``add_pairs`` adds to."""
+    return [(Float32(0.0), Float32(0.0)) for _ in range(4)]
+
+
+def add_pairs(sums: list, values: cute.Tensor) -> list:
+    """The sums with the values of a part of a row added."""
+    sums = list(sums)
+    for i in range(cute.size(values) // 2):
         pair = (values[2 * i], values[2 * i + 1])
-        chains[i % 4] = cute.arch.add_packed_f32x2(chains[i % 4], pair)
-    low = cute.arch.add_packed_f32x2(chains[0], chains[1])
-    high = cute.arch.add_packed_f32x2(chains[2], chains[3])
+        sums[i % 4] = cute.arch.add_packed_f32x2(sums[i % 4], pair)
+    return sums
+
+
+def sum_of(sums: list) -> Float32:
+    """What was added altogether."""
+    low = cute.arch.add_packed_f32x2(sums[0], sums[1])
+    high = cute.arch.add_packed_f32x2(sums[2], sums[3])
     both = cute.arch.add_packed_f32x2(low, high)
     return both[0] + both[1]
 
 
-@cute.jit
-def mask_whole_row(scores: cute.Tensor, visible: Visible, two_sided: cutlass.Constexpr[bool]):
-    """Sets the scores outside the row's ``Visible`` columns to -inf; see ``mask``."""
-    for column in cutlass.range_constexpr(cute.size(scores)):
-        is_visible = column < visible.end
-        if cutlass.const_expr(two_sided):
-            is_visible = is_visible & (column >= visible.first)
-        scores[column] = scores[column] if is_visible else -Float32.inf
+WORD = 32
+
+
+def visible_bits(visible: Visible, first: int) -> Int32:
+    """Bit i tells whether column ``first + i`` of a row is visible."""
+    begin = cutlass.max(visible.first - first, 0)
+    end = cutlass.max(visible.end - first, 0)
+    return primitives.bits_from(begin) & ~primitives.bits_from(end)
 
 
 @cute.jit
-def mask_whole_row_segments(scores: cute.Tensor, row_id: Int32, ids: cute.Pointer, last: Int32):
-    """Sets the scores of keys of another segment than ``row_id`` to -inf; see ``mask_segments``."""
-    keys = cute.make_tensor(ids, cute.make_layout(1 << 16))
-    for column in cutlass.range_constexpr(cute.size(scores)):
-        key = keys[cutlass.min(column, last)]
-        scores[column] = scores[column] if key == row_id else -Float32.inf
+def same_segment_bits(row_id: Int32, ids: cute.Pointer, last: Int32) -> Int32:
+    """Bit i tells whether key i, or key ``last`` if that comes before, has the segment ``row_id``.
+
+    All rows of a warp see the same keys: its lanes share the reading. Called by whole warps.
+    """
+    mine = cute.make_tensor(ids, cute.make_layout(WORD))[cutlass.min(cute.arch.lane_idx(), last)]
+    bits = Int32(0)
+    # Rolled: unrolled, the compiler has all words in registers at once, beside the scores.
+    for i in cutlass.range(WORD, unroll=1):
+        bits = bits | (Int32(cute.arch.shuffle_sync(mine, i) == row_id) << i)
+    return bits
+
+
+@cute.jit
+def mask_by_bits(scores: cute.Tensor, bits: Int32, first: cutlass.Constexpr[int]):
+    """Sets those of the scores from column ``first`` on to -inf whose bit is 0."""
+    for i in cutlass.range_constexpr(WORD):
+        is_visible = (bits & (1 << i if i < WORD - 1 else -(1 << i))) != 0
+        scores[first + i] = scores[first + i] if is_visible else -Float32.inf

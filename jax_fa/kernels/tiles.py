@@ -57,9 +57,7 @@ def make_order(
     heads_per_band = cutlass.min(num_heads, in_cache)
     rounds = cute.ceil_div(heads_per_band * num_q_blocks, num_ctas)
     num_slots = cute.ceil_div(num_heads, heads_per_band) * rounds
-    return Order(
-        num_heads, num_q_heads, group, num_q_blocks, heads_per_band, rounds, num_slots
-    )
+    return Order(num_heads, num_q_heads, group, num_q_blocks, heads_per_band, rounds, num_slots)
 
 
 class Tile(NamedTuple):
@@ -74,10 +72,10 @@ class Tile(NamedTuple):
 
 
 def _tile(order: Order, slot: Int32, is_valid: Boolean, head: Int32, q_block: Int32) -> Tile:
+    # An invalid tile may lie anywhere, but what is read about its sequence must exist.
+    head = cutlass.min(head, order.num_heads - 1)
     q_head = head % order.num_q_heads
-    return Tile(
-        is_valid, slot, q_block, q_head, q_head // order.group, head // order.num_q_heads
-    )
+    return Tile(is_valid, slot, q_block, q_head, q_head // order.group, head // order.num_q_heads)
 
 
 def row_order(order: Order, slot: Int32) -> Tile:

@@ -10,6 +10,7 @@ from jax_fa.emulator.faults import (
     DeadlockError,
     OutOfBoundsError,
     ProxyFenceError,
+    UninitializedReadError,
     UnknownInstructionError,
 )
 
@@ -270,13 +271,15 @@ def test_cp_async_groups_and_zero_fill(completion):
       mad.wide.u32 %d1, %tid, 16, %x;
       setp.lt.u32 %p1, %tid, 20;
       selp.b32 %r2, 16, 0, %p1;
+      setp.eq.u32 %p2, %tid, 20;
+      selp.b32 %r2, 8, %r2, %p2;
       cp.async.cg.shared.global.L2::128B [%r1], [%d1], 16, %r2;
       cp.async.commit_group;
       cp.async.wait_group 0;
       bar.sync 0;
     """ + copy_out(512)
     run(body, {"x": x, "out": out}, shared=512, completion=completion)
-    np.testing.assert_array_equal(out, np.where(np.arange(128) < 80, x, 0))
+    np.testing.assert_array_equal(out, np.where(np.arange(128) < 82, x, 0))
 
 
 @POLICIES
@@ -360,6 +363,25 @@ def test_a_proxy_fence_covers_only_the_warp_that_executes_it():
     fails(ProxyFenceError, "stored by warp 1", body, block=64)
 
 
+def test_only_what_is_stored_must_have_been_written():
+    """Rows beyond the tensor may be left unwritten in shared memory, rows inside may not."""
+    y = np.zeros((4, 64), np.float16)
+    half = "".join(f"st.shared.b32 [%r1+{128 * i}], %tid;" for i in range(4))
+    body = (
+        PROLOGUE
+        + "mad.lo.s32 %r1, %lane, 4, %r21;"
+        + half
+        + "fence.proxy.async.shared::cta; bar.sync 0;"
+        + STORE_2D.format(0, 0)
+        + COMMIT_AND_WAIT
+    )
+    run(body, {"y": y}, shared=4096, maps=[tensor_map("y", (64, 4), (128,), (64, 8))])
+    np.testing.assert_array_equal(y.view(np.uint32), np.tile(np.arange(32), (4, 1)))
+    with pytest.raises(UninitializedReadError, match="TMA store .* never written"):
+        more = np.zeros((8, 64), np.float16)
+        run(body, {"y": more}, shared=4096, maps=[tensor_map("y", (64, 8), (128,), (64, 8))])
+
+
 def test_overwriting_the_source_of_a_store_before_wait_group_read():
     body = (
         FILL
@@ -418,6 +440,22 @@ def test_wait_group_keeps_the_newest_groups():
         completion="lazy",
     )
     fails(AsyncHazardError, "is overwritten while", two + "@%p20 st.shared.b32 [%r22], 1;")
+
+
+def test_wait_group_may_allow_more_groups_than_there_are():
+    body = (
+        FILL
+        + "fence.proxy.async.shared::cta; bar.sync 0;"
+        + (STORE_2D.format(0, 0) + "@%p20 cp.async.bulk.commit_group;") * 2
+        + "@%p20 cp.async.bulk.wait_group.read 3; @%p20 st.shared.b32 [%r21], 1;"
+    )
+    fails(AsyncHazardError, "is overwritten while the TMA store", body)
+
+
+def test_barriers_need_a_fence_before_asynchronous_units_signal_them():
+    body = PROLOGUE.replace("fence.mbarrier_init.release.cluster;", "") + EXPECT.format(1024)
+    with pytest.raises(ProxyFenceError, match="offset 1024 .* no fence.mbarrier_init"):
+        run(body + LOAD_2D.format(0, 0) + WAIT, dict(X), shared=4096, maps=MAP)
 
 
 def test_wrong_byte_counts():

@@ -102,6 +102,20 @@ def test_deadlock_lists_who_waits_for_what():
     assert "warp  1 (32 lanes) line" in message and "named barrier 5 (32 of 96 threads)" in message
 
 
+def test_deadlock_of_some_lanes_of_a_warp():
+    body = (
+        INIT.format(count=1)
+        + "setp.lt.u32 %p1, %tid, 3; @!%p1 bra JOIN;"
+        + WAIT.format(parity=0)
+        + "JOIN: mov.b32 %r1, 1;"
+    )
+    with pytest.raises(DeadlockError) as caught:
+        run(body, shared=64)
+    message = str(caught.value)
+    assert "warp  0 (3 lanes)" in message
+    assert "warp  0 (29 lanes)" in message and "waits for the warp's other lanes" in message
+
+
 def test_a_polling_loop_without_an_end_is_a_deadlock_too():
     body = (
         INIT.format(count=1)
@@ -240,6 +254,45 @@ def test_spinning_on_global_memory_admits_further_ctas():
     END:
     """
     run(body, {"flag": np.zeros(1, np.uint32)}, grid=2)
+
+
+@pytest.mark.parametrize("resident", [1, 3])
+def test_ctas_that_wait_for_later_ones(resident):
+    """CTA i waits for CTA i + 1 through memory: all must be admitted, the last runs first."""
+    body = """
+      mov.u32 %r2, %ctaid.x;
+      mad.wide.u32 %d1, %r2, 4, %done;
+      setp.eq.s32 %p1, %r2, 3;
+      @%p1 bra READY;
+    WAIT:
+      ld.acquire.gpu.global.b32 %r3, [%d1+4];
+      setp.eq.s32 %p2, %r3, 0;
+      @%p2 bra WAIT;
+    READY:
+      atom.global.add.u32 %r4, [%order], 1;
+      add.s32 %r4, %r4, 1;
+      @%p20 st.global.b32 [%d1], %r4;
+    """
+    done, order = np.zeros(4, np.uint32), np.zeros(1, np.uint32)
+    body = "setp.eq.s32 %p20, %tid, 0;" + body.replace("atom", "@%p20 atom")
+    run(body, {"done": done, "order": order}, grid=4, resident=resident)
+    assert done.tolist() == [4, 3, 2, 1]
+
+
+def test_spinning_with_plain_loads_lets_others_run():
+    body = """
+      setp.eq.s32 %p1, %warp, 0;
+      @%p1 bra WAIT;
+      st.global.b32 [%flag], 1;
+      bra END;
+    WAIT:
+      ld.global.b32 %r3, [%flag];
+      setp.eq.s32 %p2, %r3, 0;
+      @%p2 bra WAIT;
+    END:
+    """
+    for seed in range(4):
+        run(body, {"flag": np.zeros(1, np.uint32)}, block=64, seed=seed)
 
 
 def test_endless_loops_and_traps():

@@ -329,6 +329,7 @@ def test_wgmma_reads_what_tensor_loads_place(mn_major):
         + f"""
       setp.eq.s32 %p20, %tid, 0;
       @%p20 mbarrier.init.shared.b64 [%r20+16384], 1;
+      fence.mbarrier_init.release.cluster;
       bar.sync 0;
       mov.b64 %d20, map0;
       mov.b32 %r30, 0;
@@ -364,6 +365,7 @@ ALLOCATE = """
   setp.eq.s32 %p21, %warp, 0;
   setp.eq.s32 %p5, %tid, %tid;
   @%p20 mbarrier.init.shared.b64 [%r20], 1;
+  fence.mbarrier_init.release.cluster;
   @%p21 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r20+8], 64;
   bar.sync 0;
   ld.shared.b32 %r30, [%r20+8];

@@ -1,4 +1,4 @@
-"""Blackwell forward: out = softmax(mask(scale q k^T)) v, and its log-sum-exp, in one pass over keys.
+"""Blackwell forward: softmax(mask(scale q k^T)) v and its log-sum-exp, in one pass over keys.
 
     load      k(n-1) q0 q1 v(n-1) | k(n-2) v(n-2) | k(n-3) v(n-3) | ...
     mma          S0   S1 | PV0(n-1) S0(n-2)  PV1(n-1) S1(n-2) | PV0(n-2) S0(n-3) ...
@@ -135,8 +135,18 @@ def kernel(
     x = Context(tma, arrays, scalars, order, smem, tmem)
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
-            roles.find_segment_keys(variant, x)
+            _find_segment_keys(variant, x)
             cute.arch.sync_threads()
+    edges_of_tiles = ((s0, p0, p_rest0, stats0, scaled0), (s1, p1, p_rest1, stats1, scaled1))
+    _dispatch(variant, x, warp, (q, kv, o, out), edges_of_tiles)
+
+
+@cute.jit
+def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple, of_tiles: tuple):
+    """Sends every warp to its role, with the registers and the ends of edges that it has."""
+    plan = variant.plan
+    q, kv, o, out = shared
+    (s0, p0, p_rest0, stats0, scaled0), (s1, p1, p_rest1, stats1, scaled1) = of_tiles
     # setmaxnreg works on warpgroups: the four single warps share a value.
     if warp < plan.role("correct").warps.start:
         cute.arch.setmaxregister_increase(plan.role("softmax0").registers)
@@ -148,16 +158,14 @@ def kernel(
             roles.attend(variant, x, 1, ends)
     elif warp < plan.role("mma").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("correct").registers)
-        ends = roles.CorrectPipes(
-            (stats0[1], stats1[1]), (scaled0[0], scaled1[0]), o[1], out[0]
-        )
+        ends = roles.CorrectPipes((stats0[1], stats1[1]), (scaled0[0], scaled1[0]), o[1], out[0])
         roles.correct(variant, x, ends)
         # HAZARD: tensor memory is given back when nobody reads it any more; its last readers are
         # the four warps of this role.
         done = plan.barrier("correct")
         cute.arch.barrier(barrier_id=done.index, number_of_threads=done.threads)
         if warp == plan.role("correct").warps.start:
-            cute.arch.dealloc_tmem(tmem, edges.TMEM_COLS)
+            cute.arch.dealloc_tmem(x.tmem, edges.TMEM_COLS)
     else:
         cute.arch.setmaxregister_decrease(plan.role("mma").registers)
         if warp == plan.role("mma").warps.start:
@@ -177,15 +185,45 @@ def kernel(
             roles.load(variant, x, roles.LoadPipes(q[0], kv[0]))
 
 
+@cute.jit
+def _find_segment_keys(variant: cutlass.Constexpr, x: Context):
+    """Narrows the tile's keys to those whose segment lies in the range of its queries' segments.
+
+    All threads of the CTA share the scan; the result goes to ``smem.segment_keys``.
+    """
+    scalars, sequences = x.scalars, x.scalars.sequences
+    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+    threads, block_q = variant.plan.threads, variant.config.block_q
+    tile = roles.tile_at(variant, x, Int32(0))
+    span = tiles.locate(sequences, tile, block_q)
+    lowest, highest = Int32(0x7FFFFFFF), Int32(-0x80000000)
+    base = tile.batch * sequences.q_len + span.q_start
+    for i in cutlass.range_constexpr(block_q // edges.WARP):
+        row = cutlass.min(span.first_row + lane + i * edges.WARP, span.q_slot - 1)
+        segment = tiles.element(scalars.q_segments, base + cutlass.max(row, 0))
+        lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
+    lowest = cute.arch.warp_redux_sync(lowest, "min")
+    highest = cute.arch.warp_redux_sync(highest, "max")
+    first, end = span.kv_len, Int32(0)
+    base = tile.batch * sequences.kv_len + span.kv_start
+    for key in cutlass.range(thread, span.kv_len, threads, unroll=4):
+        segment = tiles.element(scalars.kv_segments, base + key)
+        if (segment >= lowest) & (segment <= highest):
+            first, end = cutlass.min(first, key), key + 1
+    first = cute.arch.warp_redux_sync(first, "min")
+    end = cute.arch.warp_redux_sync(end, "max")
+    if lane == 0:
+        cute.arch.atomic_min(x.smem.segment_keys.iterator, first, scope="cta")
+        cute.arch.atomic_max(x.smem.segment_keys.iterator + 1, end, scope="cta")
+
+
 def dense(pointer: cute.Pointer, heads: tuple, width: int) -> cute.Tensor:
     """A dense [batch, length, heads, width] array as (length, width, heads, batch)."""
     batch, length, num_heads = heads
     row = num_heads.to(Int64) * width
     return cute.make_tensor(
         pointer,
-        cute.make_layout(
-            (length, width, num_heads, batch), stride=(row, 1, width, row * length)
-        ),
+        cute.make_layout((length, width, num_heads, batch), stride=(row, 1, width, row * length)),
     )
 
 

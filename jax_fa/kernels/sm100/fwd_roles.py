@@ -1,4 +1,4 @@
-"""Blackwell forward, the roles in the order in which data flows: load, mma, softmax, correct, store.
+"""Blackwell forward: its roles as data flows, load, mma, softmax, correct, store.
 
 Every role walks the same tiles in the same order by itself. Roles, edges and memory: ``plan.py``.
 """
@@ -29,7 +29,7 @@ TILE_EDGES = ("s", "p", "p_rest", "stats", "scaled")
 SLAB = 16
 """Depth of one tcgen05.mma of 16-bit elements."""
 O_COLUMNS = 16
-"""Columns of O that the role correct has in registers at a time when it rescales."""
+"""Columns of O that the role correct has in registers at a time; twice as many spill."""
 
 
 class Variant(NamedTuple):
@@ -130,16 +130,6 @@ def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
     return tile
 
 
-def first_tile(variant: Variant, x: Context) -> tiles.Tile:
-    """This CTA's first tile."""
-    return tile_at(variant, x, Int32(0))
-
-
-def next_tile(variant: Variant, x: Context, tile: tiles.Tile) -> tiles.Tile:
-    """The tile after ``tile``."""
-    return tile_at(variant, x, tile.slot + 1)
-
-
 @cute.jit
 def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
     """What there is to do for ``tile``. Called by whole warps."""
@@ -147,9 +137,7 @@ def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
     sequences, zero = scalars.sequences, Int32(0)
     q_len, kv_len = sequences.q_len, sequences.kv_len
     left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
-    span = tiles.Span(
-        tile.batch, zero, zero, q_len, q_len, kv_len, zero, tile.q_block * block_q
-    )
+    span = tiles.Span(tile.batch, zero, zero, q_len, q_len, kv_len, zero, tile.q_block * block_q)
     if const_expr(variant.is_general):
         span = tiles.locate(sequences, tile, block_q)
         left, right = scalars.window_left, scalars.window_right
@@ -168,9 +156,7 @@ def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
 
 
 def _blocks(window: Window, first_row: Int32, rows: int) -> Blocks:
-    return kv_blocks(
-        window, first_row, rows, BLOCK_KV, minimum=cutlass.min, maximum=cutlass.max
-    )
+    return kv_blocks(window, first_row, rows, BLOCK_KV, minimum=cutlass.min, maximum=cutlass.max)
 
 
 @cute.jit
@@ -205,48 +191,40 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
     waits   q, kv empty (mma)      signals q, kv full (mma)
     """
     q, kv, phase = pipes.q, pipes.kv, Int32(0)
-    tile = first_tile(variant, x)
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        newest = work.blocks.end - 1
+        span, newest = work.span, work.blocks.end - 1
+        queries = x.arrays.q[None, None, work.tile.q_head, work.tile.batch]
+        keys = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
         slot = kv.acquire_and_advance()
-        _load_k(variant, x, work, newest, slot)
+        _load_rows(x.tma.k, keys, x.smem.k, (span.kv_start, newest), slot)
         for i in cutlass.range_constexpr(Q_TILES):
             slot = q.acquire_and_advance()
-            _load_q(variant, x, work, i, slot)
+            at = (span.q_start + span.first_row, i)
+            _load_rows(x.tma.q, queries, x.smem.q, at, slot)
         slot = kv.acquire_and_advance()
         phase = _load_v(variant, x, (work, newest), slot, phase)
         for i in cutlass.range(newest - work.blocks.start, unroll=1):
+            block = newest - 1 - i
             slot = kv.acquire_and_advance()
-            _load_k(variant, x, work, newest - 1 - i, slot)
+            _load_rows(x.tma.k, keys, x.smem.k, (span.kv_start, block), slot)
             slot = kv.acquire_and_advance()
-            phase = _load_v(variant, x, (work, newest - 1 - i), slot, phase)
-        tile = next_tile(variant, x, tile)
+            phase = _load_v(variant, x, (work, block), slot, phase)
+        tile = tile_at(variant, x, tile.slot + 1)
     # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
     q.tail()
     kv.tail()
 
 
 @cute.jit
-def _load_q(
-    variant: cutlass.Constexpr, x: Context, work: Work, index: cutlass.Constexpr[int], slot
-):
-    """One of the query tiles."""
-    rows = x.arrays.q[None, None, work.tile.q_head, work.tile.batch]
-    rows = cute.domain_offset((work.span.q_start + work.span.first_row, 0), rows)
-    gQ = cute.local_tile(rows, (ROWS, variant.key.head_dim), (None, 0))
-    sQ, gQ = primitives.tma_views(x.tma.q, x.smem.q, gQ)
-    cute.copy(x.tma.q, gQ[None, index], sQ[None, slot.index], tma_bar_ptr=slot.barrier)
-
-
-@cute.jit
-def _load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slot):
-    """One block of keys."""
-    rows = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
-    rows = cute.domain_offset((work.span.kv_start, 0), rows)
-    gK = cute.local_tile(rows, (BLOCK_KV, variant.key.head_dim), (None, 0))
-    sK, gK = primitives.tma_views(x.tma.k, x.smem.k, gK)
-    cute.copy(x.tma.k, gK[None, block], sK[None, slot.index], tma_bar_ptr=slot.barrier)
+def _load_rows(atom: cute.CopyAtom, head: cute.Tensor, sRows: cute.Tensor, at: tuple, slot):
+    """128 rows of one head; ``at`` is (first row of the sequence, number of the 128 rows)."""
+    first, number = at
+    head = cute.domain_offset((first, 0), head)
+    gRows = cute.local_tile(head, (ROWS, cute.size(sRows, mode=[1])), (None, 0))
+    sRows, gRows = primitives.tma_views(atom, sRows, gRows)
+    cute.copy(atom, gRows[None, number], sRows[None, slot.index], tma_bar_ptr=slot.barrier)
 
 
 @cute.jit
@@ -382,7 +360,7 @@ def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
     answers0 = Answers(pipes.scaled[0], pipes.p[0], pipes.p_rest[0])
     answers1 = Answers(pipes.scaled[1], pipes.p[1], pipes.p_rest[1])
     products = _make_products(variant, x)
-    tile = first_tile(variant, x)
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         k_full = kv.wait_and_advance()
@@ -415,7 +393,7 @@ def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
         o.commit()
         o.advance()
         v_full.release()
-        tile = next_tile(variant, x, tile)
+        tile = tile_at(variant, x, tile.slot + 1)
 
 
 @cute.jit
@@ -495,44 +473,32 @@ def attend(
     """
     s, stats = pipes.s, pipes.stats
     row = _make_row(variant, x, index)
-    newest_kind = StepKind(index, True, True)
-    masked, unmasked = StepKind(index, False, True), StepKind(index, False, False)
-    tile = first_tile(variant, x)
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         blocks = blocks_of_rows(variant, x, work, index)
         row.maximum[0] = -Float32.inf
         row.total[0] = Float32(0.0)
-        newest = blocks.end - 1
-        at = (work, blocks, newest)
-        s, stats = _step(variant, newest_kind, x, row, at, (pipes, s, stats))
-        last = cutlass.min(newest, cutlass.max(blocks.full_end, blocks.start))
-        if const_expr(variant.key.mask != "full"):
-            for i in cutlass.range(newest - last, unroll=1):
-                at = (work, blocks, newest - 1 - i)
-                s, stats = _step(variant, masked, x, row, at, (pipes, s, stats))
-        first = cutlass.min(last, blocks.full_start)
-        for i in cutlass.range(last - first, unroll=1):
-            at = (work, blocks, last - 1 - i)
-            s, stats = _step(variant, unmasked, x, row, at, (pipes, s, stats))
+        number = work.span.first_row + index * ROWS + row.thread
+        sight = _sight_of(variant, x, work, number)
+        # Loops of their own: if one loop asked each block whether to mask it, the compiler would
+        # issue the instructions of the mask under a predicate for all of them.
+        for i in cutlass.range(blocks.end - blocks.full_end, unroll=1):
+            at = (index, sight, blocks.end - 1 - i)
+            s, stats = _step(variant, True, x, row, at, (pipes, s, stats))
+        for i in cutlass.range(blocks.full_end - blocks.full_start, unroll=1):
+            at = (index, sight, blocks.full_end - 1 - i)
+            s, stats = _step(variant, False, x, row, at, (pipes, s, stats))
         if const_expr(variant.is_general):
-            for i in cutlass.range(first - blocks.start, unroll=1):
-                at = (work, blocks, first - 1 - i)
-                s, stats = _step(variant, masked, x, row, at, (pipes, s, stats))
+            for i in cutlass.range(blocks.full_start - blocks.start, unroll=1):
+                at = (index, sight, blocks.full_start - 1 - i)
+                s, stats = _step(variant, True, x, row, at, (pipes, s, stats))
         stats_slot = stats.acquire_and_advance()
         x.smem.stats[row.thread, 0, index] = row.total[0]
         x.smem.stats[row.thread, 1, index] = row.maximum[0]
         _signal(stats_slot)
-        tile = next_tile(variant, x, tile)
+        tile = tile_at(variant, x, tile.slot + 1)
     stats.tail()
-
-
-class StepKind(NamedTuple):
-    """Which step of the role softmax: compile-time."""
-
-    index: int
-    is_first: bool
-    is_masked: bool
 
 
 @cute.jit
@@ -555,14 +521,17 @@ def _signal_p(end):
 @cute.jit
 def _step(
     variant: cutlass.Constexpr,
-    kind: cutlass.Constexpr,
+    is_masked: cutlass.Constexpr[bool],
     x: Context,
     row: Row,
     at: tuple,
     ends: tuple,
 ):
-    """S -> P of one block; returns the advanced ends of s and stats."""
-    work, blocks, block = at
+    """S -> P of one block; returns the advanced ends of s and stats.
+
+    ``at`` is (query tile, sight, block), ``ends`` (pipes, s, stats).
+    """
+    index, sight, block = at
     pipes, s, stats = ends
     scale_log2 = x.scalars.scale_log2
     rS = row.s.whole_row()  # (128)
@@ -572,22 +541,19 @@ def _step(
     cute.arch.fence_view_async_tmem_load()
     if const_expr(variant.key.has_soft_cap):
         softmax.cap(rS, x.scalars.cap_inner_log2)
-    if const_expr(kind.is_first):
-        if block >= blocks.full_end:
-            _mask(variant, x, kind.index, row, work, rS, block)
-    elif const_expr(kind.is_masked):
-        _mask(variant, x, kind.index, row, work, rS, block)
-    raised = softmax.raise_maximum(
+    if const_expr(is_masked):
+        _mask(variant, x, sight, rS, block)
+    maximum, shrink = softmax.raise_maximum(
         row.maximum[0], softmax.whole_row_max(rS), scale_log2, RESCALE_LOG2
     )
-    row.maximum[0] = raised.maximum
-    if const_expr(not kind.is_first):
-        stats_slot = stats.acquire_and_advance()
-        x.smem.stats[row.thread, 0, kind.index] = raised.shrink
-        _signal(stats_slot)
-    # Only the special function unit makes an exact 0 of a masked score.
-    polynomials = 0 if kind.is_masked else variant.config.polynomials
-    reference = softmax.reference_log2(raised.maximum, scale_log2)
+    row.maximum[0] = maximum
+    stats_slot = stats.acquire_and_advance()
+    x.smem.stats[row.thread, 0, index] = shrink
+    _signal(stats_slot)
+    reference = softmax.reference_log2(maximum, scale_log2)
+    # Where a mask takes registers too, polynomials would spill; few blocks are masked.
+    polynomials = 0 if is_masked else variant.config.polynomials
+    sums = softmax.no_sums()
     for j in cutlass.range_constexpr(BLOCK_KV // CHUNK):
         chunk = rS[None, None, j]
         softmax.exponentials(chunk, scale_log2, reference, polynomials)
@@ -596,43 +562,54 @@ def _step(
         cute.copy(row.p.copy, words, row.p.tmem[None, None, j])
         if const_expr(j + 1 == HANDED_OVER_FIRST):
             _signal_p(pipes.p)
-    _signal_p(pipes.p_rest)
-    row.total[0] = row.total[0] * raised.shrink + softmax.whole_row_sum(rS)
+        if const_expr((j + 1) * CHUNK == BLOCK_KV):
+            _signal_p(pipes.p_rest)
+        # P first; but summed up at the very end, all 128 values would stay in registers.
+        sums = softmax.add_pairs(sums, chunk)
+    row.total[0] = row.total[0] * shrink + softmax.sum_of(sums)
     return s, stats
 
 
+class Sight(NamedTuple):
+    """What a row sees: keys ``lo <= j < hi``, of its segment where there are segments."""
+
+    lo: Int32
+    hi: Int32
+    segment: Int32
+    kv_row: Int32  # of key 0 in kv_segments
+    kv_len: Int32
+
+
 @cute.jit
-def _mask(
-    variant: cutlass.Constexpr,
-    x: Context,
-    index: cutlass.Constexpr[int],
-    row: Row,
-    work: Work,
-    rS: cute.Tensor,
-    block: Int32,
-):
-    """Hides what this thread's row may not see of a block."""
-    first_key = block * BLOCK_KV
-    number = work.span.first_row + index * ROWS + row.thread
+def _sight_of(variant: cutlass.Constexpr, x: Context, work: Work, number: Int32) -> Sight:
+    """What row ``number`` of the tile's sequence sees."""
+    span, sequences = work.span, x.scalars.sequences
     keys = key_range(work.window, number, minimum=cutlass.min, maximum=cutlass.max)
-    visible = softmax.Visible(keys.lo - first_key, keys.hi - first_key)
-    softmax.mask_whole_row(rS, visible, variant.is_general)
+    segment = Int32(0)
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.q_segments):
-            _mask_segments(x, work, number, rS, first_key)
+            row = cutlass.max(cutlass.min(number, span.q_slot - 1), 0)
+            row = work.tile.batch * sequences.q_len + span.q_start + row
+            segment = tiles.element(x.scalars.q_segments, row)
+    kv_row = work.tile.batch * sequences.kv_len + span.kv_start
+    return Sight(keys.lo, keys.hi, segment, kv_row, span.kv_len)
 
 
 @cute.jit
-def _mask_segments(x: Context, work: Work, number: Int32, rS: cute.Tensor, first_key: Int32):
-    """Hides keys of another segment than the row's."""
-    span, sequences = work.span, x.scalars.sequences
-    clamped = cutlass.max(cutlass.min(number, span.q_slot - 1), 0)
-    own = tiles.element(
-        x.scalars.q_segments, work.tile.batch * sequences.q_len + span.q_start + clamped
-    )
-    base = work.tile.batch * sequences.kv_len + span.kv_start + first_key
-    last = cutlass.max(span.kv_len - 1 - first_key, 0)
-    softmax.mask_whole_row_segments(rS, own, x.scalars.kv_segments + base, last)
+def _mask(variant: cutlass.Constexpr, x: Context, sight: Sight, rS: cute.Tensor, block: Int32):
+    """Hides what this thread's row may not see of a block."""
+    first_key = block * BLOCK_KV
+    visible = softmax.Visible(sight.lo - first_key, sight.hi - first_key)
+    for first in cutlass.range_constexpr(0, BLOCK_KV, softmax.WORD):
+        bits = softmax.visible_bits(visible, first)
+        if const_expr(variant.is_general):
+            if tiles.is_present(x.scalars.q_segments):
+                # Beyond the last key nothing may be read; those columns are invisible anyway.
+                at = cutlass.min(first_key + first, sight.kv_len - 1)
+                ids = x.scalars.kv_segments + sight.kv_row + cutlass.max(at, 0)
+                last = sight.kv_len - 1 - cutlass.max(at, 0)
+                bits = bits & softmax.same_segment_bits(sight.segment, ids, cutlass.max(last, 0))
+        softmax.mask_by_bits(rS, bits, first)
 
 
 # correct
@@ -657,35 +634,32 @@ def correct(variant: cutlass.Constexpr, x: Context, pipes: CorrectPipes):
     stats0, stats1 = pipes.stats
     scaled0, scaled1 = pipes.scaled
     o, out = pipes.o, pipes.out
-    tile = first_tile(variant, x)
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        _signal_scaled(scaled0)
-        _signal_scaled(scaled1)
-        for _ in cutlass.range(work.blocks.end - work.blocks.start - 1, unroll=1):
-            stats0 = _rescale(variant, x, 0, stats0, scaled0)
-            stats1 = _rescale(variant, x, 1, stats1, scaled1)
+        for i in cutlass.range(work.blocks.end - work.blocks.start, unroll=1):
+            stats0 = _rescale(variant, x, 0, i > 0, (stats0, scaled0))
+            stats1 = _rescale(variant, x, 1, i > 0, (stats1, scaled1))
         stats0, o, out = _finish(variant, x, 0, work, (stats0, o, out))
         stats1, o, out = _finish(variant, x, 1, work, (stats1, o, out))
-        tile = next_tile(variant, x, tile)
+        tile = tile_at(variant, x, tile.slot + 1)
     out.tail()
 
 
 @cute.jit
-def _signal_scaled(end):
-    primitives.before_thread_sync()
-    with cute.arch.elect_one():
-        end.commit()
-
-
-@cute.jit
 def _rescale(
-    variant: cutlass.Constexpr, x: Context, index: cutlass.Constexpr[int], stats, scaled
+    variant: cutlass.Constexpr,
+    x: Context,
+    index: cutlass.Constexpr[int],
+    is_started: Boolean,
+    ends: tuple,
 ):
     """Shrinks O of one query tile where a maximum was raised; returns the advanced end of stats.
 
-    The scores that raised it were issued after PV of the block before, whose result O thus holds.
+    The scores that raised it were issued after PV of the block before, whose result O thus holds;
+    before the first block there is none (``is_started``), and that O is free again is told instead.
     """
+    stats, scaled = ends
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
     full = stats.wait_and_advance()
     shrink = x.smem.stats[thread, 0, index]
@@ -696,19 +670,19 @@ def _rescale(
     tO = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
     loads = primitives.tmem_load(tO, O_COLUMNS, thread)
     stores = primitives.tmem_store(tO, O_COLUMNS, thread)
-    if cute.arch.vote_any_sync(shrink < 1.0):
+    if cute.arch.vote_any_sync(is_started & (shrink < 1.0)):
         primitives.after_thread_sync()
         for j in cutlass.range_constexpr(variant.key.value_dim // O_COLUMNS):
             rO = loads.piece()  # (16)
             cute.copy(loads.copy, loads.tmem[None, None, j], rO)
             cute.arch.fence_view_async_tmem_load()
             for i in cutlass.range_constexpr(0, O_COLUMNS, 2):
-                rO[i], rO[i + 1] = cute.arch.mul_packed_f32x2(
-                    (rO[i], rO[i + 1]), (shrink, shrink)
-                )
+                rO[i], rO[i + 1] = cute.arch.mul_packed_f32x2((rO[i], rO[i + 1]), (shrink, shrink))
             cute.copy(stores.copy, rO, stores.tmem[None, None, j])
         cute.arch.fence_view_async_tmem_store()
-    _signal_scaled(scaled)
+    primitives.before_thread_sync()
+    with cute.arch.elect_one():
+        scaled.commit()
     return stats
 
 
@@ -732,9 +706,7 @@ def _finish(
         full.release()
     sink = -Float32.inf
     if tiles.is_present(x.scalars.sinks):
-        sink = tiles.element(
-            x.scalars.sinks, span.sequence * x.order.num_q_heads + tile.q_head
-        )
+        sink = tiles.element(x.scalars.sinks, span.sequence * x.order.num_q_heads + tile.q_head)
     factor, lse = softmax.finish_whole_row(maximum, total, x.scalars.scale_log2, sink)
     is_used = Boolean(True)
     if const_expr(variant.is_general):
@@ -747,17 +719,17 @@ def _finish(
     slot = out.acquire_and_advance()
     columns = variant.plan.columns(f"o{index}")
     tO = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
-    loads = primitives.tmem_load(tO, CHUNK, thread)
-    for j in cutlass.range_constexpr(columns.cols // CHUNK):
-        rO = loads.piece()  # (32)
+    loads = primitives.tmem_load(tO, O_COLUMNS, thread)
+    for j in cutlass.range_constexpr(columns.cols // O_COLUMNS):
+        rO = loads.piece()  # (16)
         cute.copy(loads.copy, loads.tmem[None, None, j], rO)
         cute.arch.fence_view_async_tmem_load()
-        for i in cutlass.range_constexpr(CHUNK):
+        for i in cutlass.range_constexpr(O_COLUMNS):
             # An unused query may hold anything, NaN too.
             rO[i] = rO[i] * factor if is_used else Float32(0.0)
-        rounded = cute.make_rmem_tensor((CHUNK,), variant.dtype)
+        rounded = cute.make_rmem_tensor((O_COLUMNS,), variant.dtype)
         primitives.narrow(rO, rounded)
-        _put(variant, x, work, (index, thread), (rounded, j * CHUNK))
+        _put(variant, x, work, (index, thread), (rounded, j * O_COLUMNS))
     # HAZARD: these stores went through the generic proxy, TMA reads through the async one.
     cute.arch.fence_view_async_shared()
     _signal(slot)
@@ -797,13 +769,12 @@ def stores_whole_tile(x: Context, work: Work, index: int) -> Boolean:
 
 
 @cute.jit
-def store(variant: cutlass.Constexpr, x: Context, pipe: PipelineConsumer):
+def store(variant: cutlass.Constexpr, x: Context, out: PipelineConsumer):
     """Writes finished tiles to global memory by TMA. One warp.
 
     waits   out full (correct)     signals out empty (correct)
     """
-    out = pipe
-    tile = first_tile(variant, x)
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         for i in cutlass.range_constexpr(Q_TILES):
@@ -815,13 +786,11 @@ def store(variant: cutlass.Constexpr, x: Context, pipe: PipelineConsumer):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             with cute.arch.elect_one():
                 full.release()
-        tile = next_tile(variant, x, tile)
+        tile = tile_at(variant, x, tile.slot + 1)
 
 
 @cute.jit
-def _store_tile(
-    variant: cutlass.Constexpr, x: Context, work: Work, index: cutlass.Constexpr[int]
-):
+def _store_tile(variant: cutlass.Constexpr, x: Context, work: Work, index: cutlass.Constexpr[int]):
     """One query tile; TMA leaves out the rows behind the array's last."""
     rows = x.arrays.out[None, None, work.tile.q_head, work.tile.batch]
     rows = cute.domain_offset((work.span.q_start + work.span.first_row, 0), rows)
@@ -829,38 +798,3 @@ def _store_tile(
     sOut, gOut = primitives.tma_views(x.tma.out, x.smem.out, gOut)
     cute.copy(x.tma.out, sOut[None, index], gOut[None, index])
     cute.arch.cp_async_bulk_commit_group()
-
-
-# segments
-
-
-@cute.jit
-def find_segment_keys(variant: cutlass.Constexpr, x: Context):
-    """Narrows the tile's keys to those whose segment lies in the range of its queries' segments.
-
-    All threads of the CTA share the scan; the result goes to ``smem.segment_keys``.
-    """
-    scalars, sequences = x.scalars, x.scalars.sequences
-    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-    threads, block_q = variant.plan.threads, variant.config.block_q
-    tile = first_tile(variant, x)
-    span = tiles.locate(sequences, tile, block_q)
-    lowest, highest = Int32(0x7FFFFFFF), Int32(-0x80000000)
-    base = tile.batch * sequences.q_len + span.q_start
-    for i in cutlass.range_constexpr(block_q // edges.WARP):
-        row = cutlass.min(span.first_row + lane + i * edges.WARP, span.q_slot - 1)
-        segment = tiles.element(scalars.q_segments, base + cutlass.max(row, 0))
-        lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
-    lowest = cute.arch.warp_redux_sync(lowest, "min")
-    highest = cute.arch.warp_redux_sync(highest, "max")
-    first, end = span.kv_len, Int32(0)
-    base = tile.batch * sequences.kv_len + span.kv_start
-    for key in cutlass.range(thread, span.kv_len, threads, unroll=4):
-        segment = tiles.element(scalars.kv_segments, base + key)
-        if (segment >= lowest) & (segment <= highest):
-            first, end = cutlass.min(first, key), key + 1
-    first = cute.arch.warp_redux_sync(first, "min")
-    end = cute.arch.warp_redux_sync(end, "max")
-    if lane == 0:
-        cute.arch.atomic_min(x.smem.segment_keys.iterator, first, scope="cta")
-        cute.arch.atomic_max(x.smem.segment_keys.iterator + 1, end, scope="cta")

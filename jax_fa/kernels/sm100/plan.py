@@ -76,9 +76,9 @@ class Config:
 
     kv_stages: int
     polynomials: int
-    softmax_registers: int = 192
-    correct_registers: int = 80
-    other_registers: int = 48
+    softmax_registers: int
+    correct_registers: int
+    other_registers: int
     block_kv: int = BLOCK_KV
 
     @property
@@ -97,6 +97,10 @@ HEADS = ((64, 64), (96, 96), (128, 128), (192, 128))
 # keeps the exponentials from setting the pace together with the MMA.
 POLYNOMIALS = {64: 12, 96: 8, 128: 6, 192: 4}
 """By head size D; targets of compute capability 10.3 exponentiate twice as fast and use none."""
+MASKED_POLYNOMIALS = 8
+"""At most, where there is a mask: 10 and 12 spill with D = 64 (DSL 4.8.1, sm_100f)."""
+REGISTERS = {"full": (192, 80, 48), "causal": (200, 64, 48), "general": (200, 64, 48)}
+"""Of the softmax roles, correct and the others; the smallest of the first that spill nothing."""
 
 
 def choose(key: KernelKey) -> Config:
@@ -113,10 +117,18 @@ def choose(key: KernelKey) -> Config:
         )
     fixed = FIRST_PAGE_BYTES + _fixed_bytes(key)
     stage = BLOCK_KV * key.head_dim * ELEMENT_BYTES
-    is_fast_at_exp2 = key.arch.startswith("sm_103")
+    polynomials = POLYNOMIALS[key.head_dim]
+    if key.mask != "full":
+        polynomials = min(polynomials, MASKED_POLYNOMIALS)
+    if key.arch.startswith("sm_103"):
+        polynomials = 0
+    softmax, correct, others = REGISTERS[key.mask]
     return Config(
         kv_stages=(SMEM_CAPACITY_BYTES - fixed) // stage,
-        polynomials=0 if is_fast_at_exp2 else POLYNOMIALS[key.head_dim],
+        polynomials=polynomials,
+        softmax_registers=softmax,
+        correct_registers=correct,
+        other_registers=others,
     )
 
 
@@ -152,8 +164,16 @@ def forward_plan(key: KernelKey, config: Config) -> Plan:
         ),
         edges=(
             _q_edge(key, q_bytes),
-            Edge("kv", "load", "mma", config.kv_stages, kv_bytes,
-                 "keys or values in smem", "the products that read them retired", "tma_umma"),
+            Edge(
+                "kv",
+                "load",
+                "mma",
+                config.kv_stages,
+                kv_bytes,
+                "keys or values in smem",
+                "the products that read them retired",
+                "tma_umma",
+            ),
             *(edge for tile in range(Q_TILES) for edge in _tile_edges(tile)),
             Edge("o", "mma", "correct", Q_TILES, 0, "all PV of a tile retired", "", "umma"),
             Edge("out", "correct", "store", Q_TILES, 0, "out in smem", "read by TMA", "threads"),
@@ -182,15 +202,47 @@ def _tile_edges(tile: int) -> tuple[Edge, ...]:
     """The edges that each query tile has for itself."""
     softmax = f"softmax{tile}"
     return (
-        Edge(f"s{tile}", "mma", softmax, 1, 0,
-             "S in TMEM, and the PV issued before it retired", "", "umma"),
-        Edge(f"p{tile}", softmax, "mma", 1, 0,
-             "three quarters of P in TMEM, all of S read", "", "threads"),
+        Edge(
+            f"s{tile}",
+            "mma",
+            softmax,
+            1,
+            0,
+            "S in TMEM, and the PV issued before it retired",
+            "",
+            "umma",
+        ),
+        Edge(
+            f"p{tile}",
+            softmax,
+            "mma",
+            1,
+            0,
+            "three quarters of P in TMEM, all of S read",
+            "",
+            "threads",
+        ),
         Edge(f"p_rest{tile}", softmax, "mma", 1, 0, "all of P in TMEM", "", "threads"),
-        Edge(f"stats{tile}", softmax, "correct", 1, 0,
-             "by how much O shrinks; after the last block, sum and maximum", "read", "threads"),
-        Edge(f"scaled{tile}", "correct", "mma", 1, 0,
-             "O is relative to the maximum of P; at the first block, O is free", "", "threads"),
+        Edge(
+            f"stats{tile}",
+            softmax,
+            "correct",
+            1,
+            0,
+            "factor by which O shrinks; after the last block, sum and maximum",
+            "read",
+            "threads",
+        ),
+        Edge(
+            f"scaled{tile}",
+            "correct",
+            "mma",
+            1,
+            0,
+            "O relative to the maximum of P, or, for the first block, free",
+            "",
+            "threads",
+        ),
     )
 
 

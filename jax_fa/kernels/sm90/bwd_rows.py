@@ -311,7 +311,7 @@ def finish(
 
 @cute.kernel
 def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scale: Float32):
-    """dq of a query block of one head. A warpgroup reads what the same consumer has added."""
+    """Rounds dq of a query block. A warpgroup reads what the same consumer has added."""
     head_dim = variant.key.head_dim
     consumer = cute.arch.thread_idx()[0] // edges.WARPGROUP
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
@@ -338,7 +338,7 @@ def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scal
 
 @cute.jit
 def sum_sinks(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
-    """dsinks of one sequence and head, by one CTA of those for the head: -sum of p_sink delta."""
+    """Sums -p_sink delta of one sequence and head: by one CTA of those for the head."""
     block, head, batch = cute.arch.block_idx()
     thread = cute.arch.thread_idx()[0]
     sequences = rows.sequences
@@ -384,7 +384,7 @@ def merge(gradients: tuple, sums: cute.Pointer, splits: Int32, stream: cuda.CUst
 
 @cute.kernel
 def merge_kernel(dk: cute.Tensor, dv: cute.Tensor, sums: cute.Pointer, splits: Int32):
-    """dk and dv as the sums of their parts, four elements a thread, in the order of parts."""
+    """Sums the parts of dk and dv, four elements a thread, in the order of parts."""
     block, _, _ = cute.arch.block_idx()
     at = (block * MERGE_THREADS + cute.arch.thread_idx()[0]) * FLOATS
     num_dk = cute.size(dk.shape)

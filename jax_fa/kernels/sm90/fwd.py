@@ -11,110 +11,34 @@ cores (Shah et al., arXiv:2407.08608). Roles, edges and memory: ``plan.py``. Con
 ``jax_fa/problem.py``.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream, nullptr
 from cutlass.memory import SmemAllocator
-from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, key_range, kv_blocks
+from jax_fa.band import UNBOUNDED, ceil_div, key_range
 from jax_fa.config import FwdConfig, KernelKey
 from jax_fa.kernels import abi, edges, primitives, softmax, tiles
+from jax_fa.kernels.sm90.fwd_work import (
+    Arrays,
+    Context,
+    Pipes,
+    Scalars,
+    Smem,
+    Tma,
+    Variant,
+    Work,
+    find_segment_keys,
+    make_layouts,
+    tile_at,
+    work_on,
+)
 from jax_fa.kernels.sm90.plan import ROWS, forward_plan
-
-
-class Variant(NamedTuple):
-    """What is fixed at compile time."""
-
-    key: KernelKey
-    config: FwdConfig
-    plan: edges.Plan
-
-    @property
-    def is_general(self) -> bool:
-        """Everything that can hide a key may be there."""
-        return self.key.mask == "general"
-
-    @property
-    def dtype(self) -> type:
-        """Element type of the arrays."""
-        return primitives.DTYPES[self.key.dtype]
-
-
-class Layouts(NamedTuple):
-    """Shared memory layouts, a tile of 64 query rows or one key block in modes 0 and 1."""
-
-    q: cute.ComposedLayout  # (64, D, consumers * q_stages)
-    k: cute.ComposedLayout  # (block_kv, D, stages)
-    v: cute.ComposedLayout  # (block_kv, Dv, stages)
-    out: cute.ComposedLayout  # (64, Dv)
-
-
-class Tma(NamedTuple):
-    """TMA descriptors."""
-
-    q: cute.CopyAtom
-    k: cute.CopyAtom
-    v: cute.CopyAtom
-    out: cute.CopyAtom
-
-
-class Arrays(NamedTuple):
-    """Global arrays; all but the last two as TMA sees them."""
-
-    q: cute.Tensor  # (T, D, N, B)
-    k: cute.Tensor  # (S, D, K, B)
-    v: cute.Tensor  # (S, Dv, K, B)
-    out: cute.Tensor  # (T, Dv, N, B)
-    out_rows: cute.Tensor  # (T, Dv, N, B)
-    lse: cute.Tensor  # (T, N, B)
-
-
-class Scalars(NamedTuple):
-    """Run-time values that every tile shares."""
-
-    sequences: tiles.Sequences
-    window_left: Int32
-    window_right: Int32
-    bottom_right: Int32
-    cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
-    scale_log2: Float32
-    sinks: cute.Pointer
-    q_segments: cute.Pointer
-    kv_segments: cute.Pointer
-
-
-class Pipes(NamedTuple):
-    """One end of each edge."""
-
-    q: PipelineProducer | PipelineConsumer
-    k: PipelineProducer | PipelineConsumer
-    v: PipelineProducer | PipelineConsumer
-
-
-class Smem(NamedTuple):
-    """Shared memory."""
-
-    q: cute.Tensor  # (64, D, consumers * q_stages)
-    k: cute.Tensor  # (block_kv, D, stages)
-    v: cute.Tensor  # (block_kv, Dv, stages)
-    scrub: cute.Pointer  # one mbarrier
-    segment_keys: cute.Tensor  # (2,) first key, and last key + 1, of the tile's segments
-
-
-class Context(NamedTuple):
-    """What both roles work with."""
-
-    tma: Tma
-    arrays: Arrays
-    scalars: Scalars
-    order: tiles.Order
-    smem: Smem
 
 
 class Consumer(NamedTuple):
@@ -132,94 +56,8 @@ class Consumer(NamedTuple):
     thread: Int32
 
 
-class Work(NamedTuple):
-    """A tile with all that follows from it."""
-
-    tile: tiles.Tile
-    span: tiles.Span
-    window: Window
-    blocks: Blocks
-
-
-def make_layouts(variant: Variant) -> Layouts:
-    """The layouts of a variant's shared memory."""
-    key, config, dtype = variant.key, variant.config, variant.dtype
-    q_tiles = config.num_consumers * config.q_stages
-    return Layouts(
-        q=primitives.smem_layout(dtype, (ROWS, key.head_dim, q_tiles)),
-        k=primitives.smem_layout(dtype, (config.block_kv, key.head_dim, config.stages)),
-        v=primitives.smem_layout(dtype, (config.block_kv, key.value_dim, config.stages)),
-        out=primitives.smem_layout(dtype, (ROWS, key.value_dim)),
-    )
-
-
 @cute.jit
-def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
-    """The tile at a position of this CTA's list."""
-    if const_expr(not variant.config.is_persistent):
-        tile = tiles.one_per_cta(x.order, slot)
-    elif const_expr(variant.key.mask == "full"):
-        tile = tiles.row_order(x.order, slot)
-    elif const_expr(variant.key.mask == "causal"):
-        tile = tiles.longest_first(x.order, slot)
-    else:
-        tile = tiles.one_per_cta(x.order, slot)
-        if not tiles.is_present(x.scalars.q_segments):
-            tile = tiles.longest_first(x.order, slot)
-    return tile
-
-
-@cute.jit
-def span_of(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> tiles.Span:
-    """The sequence of a tile. Called by whole warps."""
-    sequences, zero = x.scalars.sequences, Int32(0)
-    q_len, kv_len = sequences.q_len, sequences.kv_len
-    first_row = tile.q_block * variant.config.block_q
-    span = tiles.Span(tile.batch, zero, zero, q_len, q_len, kv_len, zero, first_row)
-    if const_expr(variant.is_general):
-        span = tiles.locate(sequences, tile, variant.config.block_q)
-    return span
-
-
-def band_of(variant: Variant, x: Context, span: tiles.Span) -> tuple[Window, Blocks]:
-    """The keys that the rows of a tile see, and the blocks that hold them."""
-    scalars, config = x.scalars, variant.config
-    left, right = scalars.window_left, scalars.window_right
-    if not variant.is_general:
-        left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
-    aligned = Band(alignment="bottom_right").shift(span.q_len, span.kv_len)
-    shift = span.q_offset + scalars.bottom_right * aligned
-    window = Window(shift, left, right, span.q_len, span.kv_len)
-    blocks = kv_blocks(
-        window,
-        span.first_row,
-        config.block_q,
-        config.block_kv,
-        minimum=cutlass.min,
-        maximum=cutlass.max,
-    )
-    return window, blocks
-
-
-@cute.jit
-def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
-    """What there is to do for ``tile``. Called by whole warps."""
-    block_kv = variant.config.block_kv
-    span = span_of(variant, x, tile)
-    window, blocks = band_of(variant, x, span)
-    start, full_start, full_end, end = blocks
-    if const_expr(variant.is_general):
-        if tiles.is_present(x.scalars.q_segments):
-            start = cutlass.max(start, x.smem.segment_keys[0] // block_kv)
-            end = cutlass.min(end, ceil_div(x.smem.segment_keys[1], block_kv))
-            full_start, full_end = start, start
-    # A tile without keys works on one block, all of it masked: no path of its own.
-    end = cutlass.max(end, start + 1)
-    return Work(tile, span, window, Blocks(start, full_start, full_end, end))
-
-
-@cute.jit
-def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
+def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes) -> None:
     """Fetches the query tile and its key and value blocks, newest first. One warp."""
     q, k, v = pipes.q, pipes.k, pipes.v
     phase = Int32(0)
@@ -268,7 +106,7 @@ def load_middle(
 
 
 @cute.jit
-def load_q(variant: cutlass.Constexpr, x: Context, work: Work, slot):
+def load_q(variant: cutlass.Constexpr, x: Context, work: Work, slot: Any) -> None:
     """The query tile, 64 rows at a time."""
     consumers = variant.config.num_consumers
     rows = x.arrays.q[None, None, work.tile.q_head, work.tile.batch]
@@ -281,7 +119,7 @@ def load_q(variant: cutlass.Constexpr, x: Context, work: Work, slot):
 
 
 @cute.jit
-def load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slot):
+def load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slot: Any) -> None:
     """One block of keys."""
     rows = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
     rows = cute.domain_offset((work.span.kv_start, 0), rows)
@@ -291,7 +129,7 @@ def load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, slo
 
 
 @cute.jit
-def load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot, phase: Int32) -> Int32:
+def load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot: Any, phase: Int32) -> Int32:
     """One block of values; rows beyond the sequence's keys become zero; ``at`` is (work, block).
 
     Returns the phase that the scrub barrier is in then.
@@ -318,8 +156,8 @@ def load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot, phase: Int32
 
 @cute.jit
 def load_partial_v(
-    variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot, phase: Int32
-):
+    variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot: Any, phase: Int32
+) -> None:
     """One block of values, of which only the first ``used`` rows are the sequence's.
 
     The others become zero: P is 0 for absent keys, but 0 * NaN is not. The detour over a barrier of
@@ -347,14 +185,14 @@ def load_partial_v(
 
 
 @cute.jit
-def take_turn(variant: cutlass.Constexpr, c: Consumer):
+def take_turn(variant: cutlass.Constexpr, c: Consumer) -> None:
     """Waits until the consumer before this one has issued its products."""
     first = variant.plan.barrier("turn0")
     cute.arch.barrier(barrier_id=first.index + c.index, number_of_threads=first.threads)
 
 
 @cute.jit
-def pass_turn(variant: cutlass.Constexpr, c: Consumer):
+def pass_turn(variant: cutlass.Constexpr, c: Consumer) -> None:
     """Lets the next consumer issue its products."""
     first = variant.plan.barrier("turn0")
     following = (c.index + 1) % variant.config.num_consumers
@@ -363,8 +201,13 @@ def pass_turn(variant: cutlass.Constexpr, c: Consumer):
 
 @cute.jit
 def mask_block(
-    variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work, scores: cute.Tensor, block
-):
+    variant: cutlass.Constexpr,
+    x: Context,
+    c: Consumer,
+    work: Work,
+    scores: cute.Tensor,
+    block: Int32,
+) -> None:
     """Hides the keys of a block that a row does not see."""
     scalars = x.scalars
     row = work.span.first_row + c.index * ROWS + primitives.row_in_tile(c.thread)
@@ -390,7 +233,7 @@ def mask_block(
 
 
 @cute.jit
-def fetch_q(variant: cutlass.Constexpr, x: Context, c: Consumer, q_index: Int32):
+def fetch_q(variant: cutlass.Constexpr, x: Context, c: Consumer, q_index: Int32) -> None:
     """Copies 64 query rows to registers, if that is where the product wants them."""
     if const_expr(variant.config.q_in_registers):
         atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
@@ -401,7 +244,7 @@ def fetch_q(variant: cutlass.Constexpr, x: Context, c: Consumer, q_index: Int32)
 @cute.jit
 def multiply_qk(
     variant: cutlass.Constexpr, c: Consumer, scores: cute.Tensor, q_index: Int32, k_index: Int32
-):
+) -> None:
     """Issues ``scores = Q K^T``."""
     keys = c.k[None, None, None, k_index]
     if const_expr(variant.config.q_in_registers):
@@ -411,7 +254,7 @@ def multiply_qk(
 
 
 @cute.jit
-def products(variant: cutlass.Constexpr, c: Consumer, q_index: Int32, pipes: Pipes):
+def products(variant: cutlass.Constexpr, c: Consumer, q_index: Int32, pipes: Pipes) -> tuple:
     """S of the next block and PV of the current one, issued in this consumer's turn.
 
     Returns the scores, which are there, the handle of the values, which PV still reads, and the
@@ -431,7 +274,7 @@ def products(variant: cutlass.Constexpr, c: Consumer, q_index: Int32, pipes: Pip
 
 
 @cute.jit
-def middle(variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, pipes: Pipes):
+def middle(variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, pipes: Pipes) -> tuple:
     """All blocks but the newest of a tile, up to and without the oldest PV.
 
     ``at`` is (work, index of the query tile).
@@ -464,7 +307,7 @@ def step(
     c: Consumer,
     at: tuple,
     pipes: Pipes,
-):
+) -> tuple:
     """S and softmax of a block, PV of the one before; ``at`` is (work, query tile, block)."""
     work, q_index, block = at
     scores, v_full, k, v = products(variant, c, q_index, pipes)
@@ -503,7 +346,7 @@ def to_probabilities(
 
 
 @cute.jit
-def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
+def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes) -> None:
     """Both products and the softmax of 64 query rows. One warpgroup of several."""
     config = variant.config
     work = work_on(variant, x, tile_at(variant, x, Int32(0)))
@@ -528,9 +371,11 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
         if const_expr(config.is_persistent):
             following = tile_at(variant, x, work.tile.slot + 1)
             while following.is_valid:
+                # Early: at the border, between two products, its latency would show.
+                upcoming = work_on(variant, x, following)
                 k, v = middle(variant, x, c, (work, q_index), Pipes(q, k, v))
                 before, before_index = work, q_index
-                work = work_on(variant, x, following)
+                work = upcoming
                 q_next = q.wait_and_advance()
                 q_index = q_next.index * config.num_consumers + c.index
                 fetch_q(variant, x, c, q_index)
@@ -562,7 +407,7 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
 
 
 @cute.jit
-def release_q(c: Consumer, q_full):
+def release_q(c: Consumer, q_full: Any) -> None:
     """Gives the query tile back, once the output staged in it has been read."""
     if c.thread < edges.WARP:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -576,9 +421,7 @@ def make_consumer(variant: Variant, x: Context) -> Consumer:
     qk = primitives.make_mma(
         variant.dtype, config.block_kv, OperandMajorMode.K, config.q_in_registers
     )
-    pv = primitives.make_mma(
-        variant.dtype, key.value_dim, OperandMajorMode.MN, a_in_registers=True
-    )
+    pv = primitives.make_mma(variant.dtype, key.value_dim, OperandMajorMode.MN, a_in_registers=True)
     qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
     q_source = qk_slice.partition_A(x.smem.q)
     if config.q_in_registers:
@@ -600,22 +443,18 @@ def make_consumer(variant: Variant, x: Context) -> Consumer:
 @cute.jit
 def store(
     variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, state: softmax.RowState
-):
+) -> None:
     """Normalises the accumulator; writes 64 rows of out and of lse; ``at`` is (work, q tile)."""
     work, q_index = at
     span, tile = work.span, work.tile
     sink = -Float32.inf
     if tiles.is_present(x.scalars.sinks):
-        sink = tiles.element(
-            x.scalars.sinks, span.sequence * x.order.num_q_heads + tile.q_head
-        )
+        sink = tiles.element(x.scalars.sinks, span.sequence * x.order.num_q_heads + tile.q_head)
     row = span.first_row + c.index * ROWS + primitives.row_in_tile(c.thread)
     factors = cute.make_rmem_tensor((softmax.ROWS,), Float32)
     out_rows = primitives.by_row(c.out)
     for r in cutlass.range_constexpr(softmax.ROWS):
-        result = softmax.finish_row(
-            state.maximum[r], state.total[r], x.scalars.scale_log2, sink
-        )
+        result = softmax.finish_row(state.maximum[r], state.total[r], x.scalars.scale_log2, sink)
         factor, lse = result
         if const_expr(variant.is_general):
             if row + 8 * r >= span.q_len:
@@ -640,7 +479,7 @@ def store(
 
 
 @cute.jit
-def store_rows(x: Context, c: Consumer, work: Work, row: Int32, rounded: cute.Tensor):
+def store_rows(x: Context, c: Consumer, work: Work, row: Int32, rounded: cute.Tensor) -> None:
     """Writes rows one by one, leaving those of the next packed sequence alone."""
     span, tile = work.span, work.tile
     gOut = cute.recast_tensor(x.arrays.out_rows[None, None, tile.q_head, tile.batch], Int32)
@@ -655,7 +494,7 @@ def store_rows(x: Context, c: Consumer, work: Work, row: Int32, rounded: cute.Te
 @cute.jit
 def store_tile(
     variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, rounded: cute.Tensor
-):
+) -> None:
     """Writes 64 rows through shared memory; TMA leaves out those behind the array's last."""
     work, q_index = at
     barrier = variant.plan.barrier("out0")
@@ -679,41 +518,6 @@ def store_tile(
         cute.arch.cp_async_bulk_commit_group()
 
 
-@cute.jit
-def find_segment_keys(variant: cutlass.Constexpr, x: Context):
-    """Narrows the tile's keys to those whose segment lies in the range of its queries' segments.
-
-    All threads of the CTA share the scan; the result goes to ``smem.segment_keys``.
-    """
-    scalars, sequences = x.scalars, x.scalars.sequences
-    thread = cute.arch.thread_idx()[0]
-    threads, lane = variant.plan.threads, cute.arch.lane_idx()
-    tile = tile_at(variant, x, Int32(0))
-    span = span_of(variant, x, tile)
-    _, blocks = band_of(variant, x, span)
-    lowest, highest = Int32(0x7FFFFFFF), Int32(-0x80000000)
-    for i in cutlass.range_constexpr(ceil_div(variant.config.block_q, edges.WARP)):
-        row = cutlass.min(span.first_row + lane + i * edges.WARP, span.q_slot - 1)
-        base = tile.batch * sequences.q_len + span.q_start
-        segment = tiles.element(scalars.q_segments, base + cutlass.max(row, 0))
-        lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
-    lowest = cute.arch.warp_redux_sync(lowest, "min")
-    highest = cute.arch.warp_redux_sync(highest, "max")
-    first, end = Int32(UNBOUNDED), Int32(0)
-    base = tile.batch * sequences.kv_len + span.kv_start
-    begin = blocks.start * variant.config.block_kv + thread
-    beyond = cutlass.min(blocks.end * variant.config.block_kv, span.kv_len)
-    for key in cutlass.range(begin, beyond, threads, unroll=8):
-        segment = tiles.element(scalars.kv_segments, base + key)
-        if (segment >= lowest) & (segment <= highest):
-            first, end = cutlass.min(first, key), key + 1
-    first = cute.arch.warp_redux_sync(first, "min")
-    end = cute.arch.warp_redux_sync(end, "max")
-    if lane == 0:
-        cute.arch.atomic_min(x.smem.segment_keys.iterator, first, scope="cta")
-        cute.arch.atomic_max(x.smem.segment_keys.iterator + 1, end, scope="cta")
-
-
 @cute.kernel
 def kernel(
     variant: cutlass.Constexpr,
@@ -721,7 +525,7 @@ def kernel(
     arrays: Arrays,
     scalars: Scalars,
     order: tiles.Order,
-):
+) -> None:
     """Device entry: shared memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
 
@@ -779,13 +583,11 @@ def dense(pointer: cute.Pointer, heads: tuple, width: int) -> cute.Tensor:
     row = num_heads.to(Int64) * width
     return cute.make_tensor(
         pointer,
-        cute.make_layout(
-            (length, width, num_heads, batch), stride=(row, 1, width, row * length)
-        ),
+        cute.make_layout((length, width, num_heads, batch), stride=(row, 1, width, row * length)),
     )
 
 
-def make_entry(key: KernelKey, config: FwdConfig):
+def make_entry(key: KernelKey, config: FwdConfig) -> tuple[Callable, tuple]:
     """The flat host entry of one variant, and the stand-in arguments it is compiled with.
 
     The entry's parameters are those of ``abi.FORWARD``.
@@ -793,7 +595,7 @@ def make_entry(key: KernelKey, config: FwdConfig):
     variant = Variant(key, config, forward_plan(key, config))
 
     @cute.jit
-    def forward(
+    def forward(  # noqa: ANN202, PLR0913 - the flat list of abi.FORWARD
         q: cute.Pointer,
         k: cute.Pointer,
         v: cute.Pointer,
@@ -903,21 +705,5 @@ def make_entry(key: KernelKey, config: FwdConfig):
             min_blocks_per_mp=1,
         )
 
-    return forward, fake_arguments(variant.dtype)
-
-
-def fake_arguments(dtype: type) -> tuple:
-    """Stand-ins for the parameters of ``abi.FORWARD``, in its order."""
-    element = {"lse": Float32, "sinks": Float32, **dict.fromkeys(("q", "k", "v", "out"), dtype)}
-    arguments = []
-    for name, kind in abi.FORWARD:
-        if kind == "pointer":
-            align = abi.ALIGNMENT_BYTES if element.get(name) is dtype else 4
-            arguments.append(
-                nullptr(element.get(name, Int32), cute.AddressSpace.gmem, assumed_align=align)
-            )
-        elif kind == "stream":
-            arguments.append(make_fake_stream())
-        else:
-            arguments.append(Float32(1.0) if kind == "float32" else Int32(1))
-    return tuple(arguments)
+    element = dict.fromkeys(("q", "k", "v", "out"), variant.dtype)
+    return forward, primitives.stand_ins(abi.FORWARD, {**element, "lse": Float32, "sinks": Float32})

@@ -37,11 +37,15 @@ def forward_plan(key: KernelKey, config: FwdConfig) -> Plan:
             Role("attend", range(4, 4 + 4 * consumers), config.consumer_registers),
         ),
         edges=(
-            Edge("q", "load", "attend", config.q_stages, q_bytes, "query tile in smem", "out stored"),
+            Edge(
+                "q", "load", "attend", config.q_stages, q_bytes, "query tile in smem", "out stored"
+            ),
             Edge("k", "load", "attend", config.stages, k_bytes, "keys in smem", "S retired"),
             Edge("v", "load", "attend", config.stages, v_bytes, "values in smem", "PV retired"),
         ),
         buffers=(
+            Buffer("scrub", 8),  # mbarrier of a value block that is cleaned before use
+            Buffer("segment_keys", 8),  # keys that a tile's segments span
             Buffer("q", q_bytes * config.q_stages),
             Buffer("k", k_bytes * config.stages),
             Buffer("v", v_bytes * config.stages),

@@ -2,14 +2,27 @@
 
 One warpgroup loads with TMA. Two warpgroups own 64 keys each and keep dK and dV of them in
 registers while queries pass by. Scores are computed transposed, keys by queries, so that P and dS
-leave the accumulators in the very order in which dV += P^T dO and dK += dS^T Q want their A operand;
+leave the accumulators in the order in which dV += P^T dO and dK += dS^T Q want their A operand;
 only dQ = dS K, which sums over the keys of all consumers, needs dS in shared memory.
+
+Where dK and dV of 64 keys do not fit the registers of one warpgroup (``BwdConfig.splits_keys``),
+the consumers work on the same 64 keys and share out the columns instead.
 """
 
 from __future__ import annotations
 
 from jax_fa.config import BwdConfig, KernelKey
-from jax_fa.kernels.edges import WARPGROUP, Buffer, Edge, NamedBarrier, Plan, Role, check, ledger
+from jax_fa.kernels.edges import (
+    WARP,
+    WARPGROUP,
+    Buffer,
+    Edge,
+    NamedBarrier,
+    Plan,
+    Role,
+    check,
+    ledger,
+)
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES, SMEM_CAPACITY_BYTES
 
 STAT_BYTES = 4
@@ -46,12 +59,15 @@ def backward_plan(key: KernelKey, config: BwdConfig) -> Plan:
             Buffer("q", q_bytes * q_stages),
             Buffer("dout", dout_bytes * dout_stages),
             Buffer("ds", ds_bytes * DS_STAGES),
+            Buffer("p", 0 if config.splits_keys else ds_bytes * DS_STAGES),
             Buffer("lse2", stat_bytes * q_stages),
             Buffer("delta", stat_bytes * dout_stages),
         ),
         barriers=(
             NamedBarrier("ds", 1, consumers * WARPGROUP, "dS of all keys in smem"),
             NamedBarrier("scrub", 2, consumers * WARPGROUP, "absent rows of a tile are zero"),
+            NamedBarrier("turn", 3, consumers * WARPGROUP + WARP, "dQ may be added now"),
+            NamedBarrier("added", 4, consumers * WARPGROUP + WARP, "dQ has been added"),
         ),
         smem_capacity_bytes=SMEM_CAPACITY_BYTES,
     )
