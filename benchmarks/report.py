@@ -88,12 +88,14 @@ def write_json(records: Sequence[Record], machine: Mapping[str, Any], path: Path
 
 
 def plot_growth(records: Iterable[Record], path: Path) -> None:
-    """Draws time and memory over sequence length, one line per implementation and direction."""
+    """Draws time and memory over length, a line per implementation and direction, if any."""
     from matplotlib.figure import Figure
 
     lines: dict[tuple[str, Direction], list[Record]] = {}
     for record in records:
         lines.setdefault((record.implementation, record.direction), []).append(record)
+    if not lines:
+        return
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     time_axes, memory_axes = figure.subplots(1, 2)
     colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in lines))}

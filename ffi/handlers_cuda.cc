@@ -43,7 +43,12 @@ ffi::Error Internal(const Failure& failure) {
 
 // Kernels count in 32 bits and take kUnbounded for more than any length. TMA descriptors describe
 // no empty arrays: a kernel that prefetches one with an extent of 0 dies of an illegal instruction.
-ffi::Error CheckExtents(const Problem& p) {
+ffi::Error CheckProblem(const Problem& p) {
+  // The row maximum is taken of unscaled scores.
+  if (!(p.scale > 0)) {
+    return Unimplemented("scale is " + std::to_string(p.scale) +
+                         "; GPU kernels take a positive one");
+  }
   const struct {
     const char* name;
     int64_t value;
@@ -96,7 +101,7 @@ ffi::Error CheckScratch(const BwdParams& params) {
 
 template <typename Params>
 ffi::ErrorOr<Selection> Select(const Params& params, const Place& place) {
-  if (ffi::Error error = CheckExtents(params.problem); error.failure()) {
+  if (ffi::Error error = CheckProblem(params.problem); error.failure()) {
     return ffi::Unexpected(error);
   }
   if (KernelTable().num_variants == 0) {

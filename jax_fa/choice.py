@@ -55,6 +55,9 @@ class _Refusal(Exception):
 def _cuda_kernels(problem: Problem, target: Target, operation: Operation) -> str:
     if not target.compiled:
         raise _Refusal("this build holds no GPU kernels")
+    if not problem.semantics.scale > 0:
+        # The row maximum is taken of unscaled scores.
+        raise _Refusal(f"GPU kernels take a positive scale, not {problem.semantics.scale}")
     names = set()
     for capability in target.capabilities:
         if variants.arch_of(capability) is None:

@@ -153,6 +153,34 @@ def _warn_once(problem: Problem, platform: str, reason: str) -> None:
         )
 
 
+def with_slot_in_front(operands: Operands) -> Operands:
+    """Packed operands with an unused sequence in front, whose slot ends where the first begins.
+
+    GPU kernels write the rows of every slot and those behind the last one; rows before the first
+    slot belong to none.
+    """
+    assert operands.is_packed
+
+    def side(borders: Array, lengths: Array | None) -> tuple[Array, Array]:
+        used = borders[1:] - borders[:-1] if lengths is None else lengths
+        front = jnp.zeros_like(borders[:1])
+        return jnp.concatenate([front, borders]), jnp.concatenate([front, used])
+
+    cu_q, q_lengths = side(operands.cu_seqlens_q, operands.q_lengths)
+    cu_k, kv_lengths = side(operands.cu_seqlens_k, operands.kv_lengths)
+    per_sequence = {
+        name: None if x is None else jnp.concatenate([jnp.zeros_like(x[:1]), x])
+        for name, x in (("q_offset", operands.q_offset), ("sinks", operands.sinks))
+    }
+    return operands._replace(
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        **per_sequence,
+    )
+
+
 def _forward_on(
     platform: str, *arrays: Array, names: tuple[str, ...], **params: Any
 ) -> Sequence[Array]:
@@ -165,10 +193,14 @@ def _forward_on(
             _warn_once(problem, platform, choice.reason)
         return reference.forward(operands, semantics)
 
-    def one_shard(*shard: Array) -> tuple[Array, ...]:
-        return bindings.forward(_split(names, shard)[0], semantics)
+    if platform == "cuda" and operands.is_packed:
+        operands = with_slot_in_front(operands)
+    present = operands.present
 
-    return sharding.partitioned(Names(names, _FORWARD_RESULTS), one_shard)(*arrays)
+    def one_shard(*shard: Array) -> tuple[Array, ...]:
+        return bindings.forward(_split(present, shard)[0], semantics)
+
+    return sharding.partitioned(Names(present, _FORWARD_RESULTS), one_shard)(*_flat(operands))
 
 
 def _backward_on(
@@ -183,13 +215,21 @@ def _backward_on(
             _warn_once(problem, platform, f"in the gradient, {choice.reason}")
         return _flat(reference.backward(operands, semantics, out, lse, dout, dlse))
 
+    has_slot_in_front = platform == "cuda" and operands.is_packed
+    if has_slot_in_front:
+        operands = with_slot_in_front(operands)
+    present = operands.present
+
     def one_shard(*shard: Array) -> tuple[Array, ...]:
-        shard_operands, rest = _split(names, shard)
+        shard_operands, rest = _split(present, shard)
         saved = bindings.Saved(*rest)
         return tuple(_flat(bindings.backward(platform, shard_operands, semantics, saved)))
 
-    operation = Names((*names, *_BACKWARD_EXTRAS), _backward_results(operands))
-    return sharding.partitioned(operation, one_shard)(*arrays)
+    operation = Names((*present, *_BACKWARD_EXTRAS), _backward_results(operands))
+    grads = sharding.partitioned(operation, one_shard)(*_flat(operands), out, lse, dout, dlse)
+    if has_slot_in_front and operands.sinks is not None:
+        return *grads[:3], grads[3][1:]
+    return grads
 
 
 # --------------------------------------------------------------------------------------- batching

@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BY_NAME, CASES, DTYPES
-from harness import computed, data, public, wanted
+from harness import computed, data, on_device, public, wanted
 from oracle import Results, assert_close, side, visible
 
 import jax_fa
+from jax_fa import operations
 from jax_fa.problem import Operands
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -95,3 +96,18 @@ def test_partial_results_over_disjoint_keys_merge_by_their_lse():
     out, whole = jax_fa.attention_with_lse(q, k, v)
     np.testing.assert_allclose(merged, out, atol=2e-6)
     np.testing.assert_allclose(lse, whole, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.is_packed], ids=str)
+def test_unused_slot_in_front_changes_nothing(case):
+    given = data(case, "float32")
+    x = operations.with_slot_in_front(on_device(given.operands))
+    assert x.num_sequences == given.operands.num_sequences + 1
+    out, lse = operations.forward(x, case.semantics)
+    np.testing.assert_array_equal(out, computed(case, "float32").out)
+    np.testing.assert_array_equal(lse, computed(case, "float32").lse)
+    grads = operations.backward(x, case.semantics, (out, lse), given.cotangents)
+    for name in ("q", "k", "v"):
+        np.testing.assert_array_equal(
+            getattr(grads, name), getattr(computed(case, "float32"), "d" + name)
+        )

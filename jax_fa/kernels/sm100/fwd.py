@@ -26,7 +26,14 @@ from jax_fa.config import KernelKey
 from jax_fa.kernels import abi, edges, primitives, softmax, tiles
 from jax_fa.kernels.sm100 import fwd_roles as roles
 from jax_fa.kernels.sm100.fwd_roles import Arrays, Context, Scalars, Smem, Tma, Variant
-from jax_fa.kernels.sm100.plan import BLOCK_KV, Q_TILES, ROWS, Config, forward_plan
+from jax_fa.kernels.sm100.plan import (
+    BLOCK_KV,
+    Q_TILES,
+    ROWS,
+    TILE_EDGES,
+    Config,
+    forward_plan,
+)
 
 
 class Layouts(NamedTuple):
@@ -117,9 +124,9 @@ def kernel(
         first = storage.mbarriers.data_ptr() + plan.first_mbarrier(data)
         return edges.make_edge(plan, data, first)
 
-    q, kv, o, out = (make_edge(data) for data in ("q", "kv", "o", "out"))
-    s0, p0, p_rest0, stats0, scaled0 = (make_edge(f"{data}0") for data in roles.TILE_EDGES)
-    s1, p1, p_rest1, stats1, scaled1 = (make_edge(f"{data}1") for data in roles.TILE_EDGES)
+    q, kv, o, out, room = (make_edge(data) for data in ("q", "kv", "o", "out", "room"))
+    s0, p0, p_rest0, stats0, scaled0 = (make_edge(f"{data}0") for data in TILE_EDGES)
+    s1, p1, p_rest1, stats1, scaled1 = (make_edge(f"{data}1") for data in TILE_EDGES)
     tmem_address = storage.tmem.data_ptr()
     if warp == plan.role("correct").warps.start:
         cute.arch.alloc_tmem(edges.TMEM_COLS, tmem_address)
@@ -138,14 +145,14 @@ def kernel(
             _find_segment_keys(variant, x)
             cute.arch.sync_threads()
     edges_of_tiles = ((s0, p0, p_rest0, stats0, scaled0), (s1, p1, p_rest1, stats1, scaled1))
-    _dispatch(variant, x, warp, (q, kv, o, out), edges_of_tiles)
+    _dispatch(variant, x, warp, (q, kv, o, out, room), edges_of_tiles)
 
 
 @cute.jit
 def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple, of_tiles: tuple):
     """Sends every warp to its role, with the registers and the ends of edges that it has."""
     plan = variant.plan
-    q, kv, o, out = shared
+    q, kv, o, out, room = shared
     (s0, p0, p_rest0, stats0, scaled0), (s1, p1, p_rest1, stats1, scaled1) = of_tiles
     # setmaxnreg works on warpgroups: the four single warps share a value.
     if warp < plan.role("correct").warps.start:
@@ -180,9 +187,9 @@ def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple
             )
             roles.mma(variant, x, ends)
         elif warp == plan.role("store").warps.start:
-            roles.store(variant, x, out[1])
+            roles.store(variant, x, roles.StorePipes(out[1], room[0]))
         elif warp == plan.role("load").warps.start:
-            roles.load(variant, x, roles.LoadPipes(q[0], kv[0]))
+            roles.load(variant, x, roles.LoadPipes(q[0], kv[0], room[1]))
 
 
 @cute.jit

@@ -18,18 +18,14 @@ from jax_fa.kernels.sm100.plan import (
     BLOCK_KV,
     CHUNK,
     HANDED_OVER_FIRST,
+    O_COLUMNS,
     Q_TILES,
     RESCALE_LOG2,
     ROWS,
+    SLAB,
     Config,
+    out_overlays_q,
 )
-
-TILE_EDGES = ("s", "p", "p_rest", "stats", "scaled")
-"""Edges that each query tile has for itself."""
-SLAB = 16
-"""Depth of one tcgen05.mma of 16-bit elements."""
-O_COLUMNS = 16
-"""Columns of O that the role correct has in registers at a time; twice as many spill."""
 
 
 class Variant(NamedTuple):
@@ -174,23 +170,22 @@ def blocks_of_rows(
     return Blocks(start, full_start, full_end, end)
 
 
-# load
-
-
 class LoadPipes(NamedTuple):
     """The ends that the role load holds."""
 
     q: PipelineProducer
     kv: PipelineProducer
+    room: PipelineConsumer
 
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
     """Fetches keys, both query tiles, values; then key and value blocks, newest first. One warp.
 
-    waits   q, kv empty (mma)      signals q, kv full (mma)
+    waits   q, kv empty (mma), room full (store)     signals q, kv full (mma)
     """
-    q, kv, phase = pipes.q, pipes.kv, Int32(0)
+    q, kv, room = pipes
+    phase = Int32(0)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
@@ -199,6 +194,9 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
         keys = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
         slot = kv.acquire_and_advance()
         _load_rows(x.tma.k, keys, x.smem.k, (span.kv_start, newest), slot)
+        if const_expr(out_overlays_q(variant.key)):
+            # HAZARD: mma is done with q long before correct and store are with out.
+            room.wait_and_advance()
         for i in cutlass.range_constexpr(Q_TILES):
             slot = q.acquire_and_advance()
             at = (span.q_start + span.first_row, i)
@@ -286,9 +284,6 @@ def _load_partial_v(
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         primitives.complete_tx(slot.barrier, size_bytes)
-
-
-# mma
 
 
 class MmaPipes(NamedTuple):
@@ -400,8 +395,8 @@ def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
 def _multiply_qk(products: Products, index: cutlass.Constexpr[int], k_full):
     """Issues S of one query tile."""
     q, k = products.q[None, None, None, index], products.k[None, None, None, k_full.index]
-    slabs = range(cute.size(q, mode=[2]))
-    primitives.issue_umma(products.qk, products.s[index], q, k, False, slabs)
+    acc, slabs = products.s[index], range(cute.size(q, mode=[2]))
+    primitives.issue_umma(products.qk, acc, q, k, False, slabs)
 
 
 @cute.jit
@@ -425,9 +420,6 @@ def _multiply_pv(
     primitives.after_thread_sync()
     primitives.issue_umma(pv, acc, a, b, accumulate, range(first, BLOCK_KV // SLAB))
     return Answers(scaled, p, p_rest)
-
-
-# softmax
 
 
 class SoftmaxPipes(NamedTuple):
@@ -612,9 +604,6 @@ def _mask(variant: cutlass.Constexpr, x: Context, sight: Sight, rS: cute.Tensor,
         softmax.mask_by_bits(rS, bits, first)
 
 
-# correct
-
-
 class CorrectPipes(NamedTuple):
     """The ends that the role correct holds; pairs are those of the query tiles."""
 
@@ -765,15 +754,22 @@ def stores_whole_tile(x: Context, work: Work, index: int) -> Boolean:
     return (end <= work.span.q_slot) | (x.scalars.sequences.cu_seqlens_q.toint() == 0)
 
 
-# store
+class StorePipes(NamedTuple):
+    """The ends that the role store holds."""
+
+    out: PipelineConsumer
+    room: PipelineProducer
 
 
 @cute.jit
-def store(variant: cutlass.Constexpr, x: Context, out: PipelineConsumer):
+def store(variant: cutlass.Constexpr, x: Context, pipes: StorePipes):
     """Writes finished tiles to global memory by TMA. One warp.
 
-    waits   out full (correct)     signals out empty (correct)
+    waits   out full (correct)     signals out empty (correct), room full (load)
     """
+    out, room = pipes
+    if const_expr(out_overlays_q(variant.key)):
+        _signal(room)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
@@ -786,6 +782,8 @@ def store(variant: cutlass.Constexpr, x: Context, out: PipelineConsumer):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             with cute.arch.elect_one():
                 full.release()
+        if const_expr(out_overlays_q(variant.key)):
+            _signal(room)
         tile = tile_at(variant, x, tile.slot + 1)
 
 

@@ -59,6 +59,13 @@ CHUNK = 32
 HANDED_OVER_FIRST = BLOCK_KV // CHUNK * 3 // 4
 """Chunks of P after which PV may start."""
 RESCALE_LOG2 = 8.0
+"""How far scores may exceed the maximum that P is relative to: Note [Rescaling late]."""
+TILE_EDGES = ("s", "p", "p_rest", "stats", "scaled")
+"""Edges that each query tile has for itself."""
+SLAB = 16
+"""Depth of one tcgen05.mma of 16-bit elements."""
+O_COLUMNS = 16
+"""Columns of O that the role correct has in registers at a time; twice as many spill."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +104,8 @@ HEADS = ((64, 64), (96, 96), (128, 128), (192, 128))
 # keeps the exponentials from setting the pace together with the MMA.
 POLYNOMIALS = {64: 12, 96: 8, 128: 6, 192: 4}
 """By head size D; targets of compute capability 10.3 exponentiate twice as fast and use none."""
-MASKED_POLYNOMIALS = 8
-"""At most, where there is a mask: 10 and 12 spill with D = 64 (DSL 4.8.1, sm_100f)."""
+MOST_POLYNOMIALS = {"full": 12, "causal": 8, "general": 6}
+"""By mask, whatever D: with D = 64, the next two of causal and of general spill (DSL 4.8.1)."""
 REGISTERS = {"full": (192, 80, 48), "causal": (200, 64, 48), "general": (200, 64, 48)}
 """Of the softmax roles, correct and the others; the smallest of the first that spill nothing."""
 
@@ -117,9 +124,7 @@ def choose(key: KernelKey) -> Config:
         )
     fixed = FIRST_PAGE_BYTES + _fixed_bytes(key)
     stage = BLOCK_KV * key.head_dim * ELEMENT_BYTES
-    polynomials = POLYNOMIALS[key.head_dim]
-    if key.mask != "full":
-        polynomials = min(polynomials, MASKED_POLYNOMIALS)
+    polynomials = min(POLYNOMIALS[key.head_dim], MOST_POLYNOMIALS[key.mask])
     if key.arch.startswith("sm_103"):
         polynomials = 0
     softmax, correct, others = REGISTERS[key.mask]
@@ -132,14 +137,14 @@ def choose(key: KernelKey) -> Config:
     )
 
 
-def _out_overlays_q(key: KernelKey) -> bool:
-    """True where out takes the place of q, for the sake of a deeper ring."""
+def out_overlays_q(key: KernelKey) -> bool:
+    """True where out takes the place of q, since the ring has no room otherwise."""
     return key.head_dim > ROWS
 
 
 def _fixed_bytes(key: KernelKey) -> int:
     """Shared memory of a kernel but for its ring."""
-    width = key.head_dim + (0 if _out_overlays_q(key) else key.value_dim)
+    width = key.head_dim + (0 if out_overlays_q(key) else key.value_dim)
     return Q_TILES * ROWS * (width * ELEMENT_BYTES + 2 * FLOAT_BYTES)
 
 
@@ -150,7 +155,7 @@ def forward_plan(key: KernelKey, config: Config) -> Plan:
     kv_bytes = BLOCK_KV * key.head_dim * ELEMENT_BYTES
     others = config.other_registers
     out = Buffer("out", Q_TILES * out_bytes)
-    if _out_overlays_q(key):
+    if out_overlays_q(key):
         out = Buffer("out", Q_TILES * out_bytes, "q", "all S of a tile retire before its last PV")
     plan = Plan(
         roles=(
@@ -177,6 +182,7 @@ def forward_plan(key: KernelKey, config: Config) -> Plan:
             *(edge for tile in range(Q_TILES) for edge in _tile_edges(tile)),
             Edge("o", "mma", "correct", Q_TILES, 0, "all PV of a tile retired", "", "umma"),
             Edge("out", "correct", "store", Q_TILES, 0, "out in smem", "read by TMA", "threads"),
+            Edge("room", "store", "load", 1, 0, "no out where q belongs", "", "threads"),
         ),
         buffers=(
             Buffer("q", Q_TILES * q_bytes),

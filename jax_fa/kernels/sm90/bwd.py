@@ -1,10 +1,11 @@
 """Hopper backward: dq, dk and dv from one more pass over all visible pairs.
 
     prepare            delta, log2-sum-exp2 by query row; dQ sums = 0        (bwd_rows.py)
-    main   load        k  q(0)  v  do(0)  q(1)  do(1) ...
-           attend i    S dP(0)  P dS |barrier| dV dQ dK(0)  dq += | S dP(1)  P dS |barrier| ...
+    main   load        k  v  q(n)  do(n)  q(n-1)  do(n-1) ...
+           attend i    S dP(n)  P dS |barrier| dQ dV dK(n)  dQ sums += | S dP(n-1)  P dS | ...
            attend j    the same for 64 other keys
-    finish             dQ sums -> dq; parts of dK, dV -> dk, dv; dsinks      (bwd_rows.py)
+           keep_turns  in a deterministic run, says when the sums may be added to
+    finish             dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv      (bwd_rows.py)
 
 The method is FlashAttention's (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608); roles, edges
 and memory: ``plan_bwd.py``; conventions: ``jax_fa/problem.py``.
@@ -199,9 +200,7 @@ def make_entry(key: KernelKey, config: BwdConfig):
             window_right=window_right,
             bottom_right=bottom_right,
             group=group,
-            splits=abi.head_splits(
-                num_tiles, group, minimum=cutlass.min, maximum=cutlass.max
-            ),
+            splits=abi.head_splits(num_tiles, group, minimum=cutlass.min, maximum=cutlass.max),
             scale=scale,
             score_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
             cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),

@@ -82,9 +82,7 @@ def dense(pointer: cute.Pointer, heads: tuple, width: int) -> cute.Tensor:
     row = num_heads.to(Int64) * width
     return cute.make_tensor(
         pointer,
-        cute.make_layout(
-            (length, width, num_heads, batch), stride=(row, 1, width, row * length)
-        ),
+        cute.make_layout((length, width, num_heads, batch), stride=(row, 1, width, row * length)),
     )
 
 
