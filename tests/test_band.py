@@ -97,7 +97,7 @@ def test_row_range_of_every_key_is_its_dense_column():
 @pytest.mark.parametrize(("block_q", "block_kv"), BLOCKS)
 def test_key_blocks_of_a_query_block_are_numbered_from_its_first(block_q, block_kv):
     for window in WINDOWS:
-        users = {}
+        users: dict[int, list[int]] = {}
         for kv_block in range(ceil_div(window.kv_len, block_kv)):
             blocks = q_blocks(window, kv_block * block_kv, block_kv, block_q)
             for q_block in range(blocks.start, blocks.end):

@@ -177,7 +177,9 @@ def test_a_compiled_kernel_is_right_on_the_emulator(tmp_path):
     out, lse = np.full_like(q, np.nan), np.full((1, q_len, heads[0]), np.nan, np.float32)
     memory = Memory()
     arrays = {"q": q, "k": k, "v": v, "out": out}
-    values = {name: memory.add(name, array.view(np.uint16)) for name, array in arrays.items()}
+    values: dict[str, float] = {
+        name: memory.add(name, array.view(np.uint16)) for name, array in arrays.items()
+    }
     values |= {"lse": memory.add("lse", lse), "scale": 64**-0.5, "soft_cap": 1.0}
     values |= {"batch": 1, "num_sequences": 1, "q_len": q_len, "kv_len": kv_len, "num_sms": 1}
     values |= {"num_q_heads": heads[0], "num_kv_heads": heads[1]}

@@ -271,11 +271,13 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> tuple[Any, Any]:
     from cutlass import cute, pipeline
 
     edge = plan.edge(data)
+    counts = {
+        "producer_group": arrivals(plan, edge, "full"),
+        "consumer_group": arrivals(plan, edge, "empty"),
+    }
     groups = {
-        f"{side}_group": pipeline.CooperativeGroup(
-            pipeline.Agent.Thread, max(arrivals(plan, edge, barrier), 1)
-        )
-        for side, barrier in (("producer", "full"), ("consumer", "empty"))
+        group: pipeline.CooperativeGroup(pipeline.Agent.Thread, max(count, 1))
+        for group, count in counts.items()
     }
     common = {"num_stages": edge.stages, "barrier_storage": barrier_storage, "defer_sync": True}
     one_cta = cute.make_layout((1, 1, 1, 1)) if "umma" in edge.kind else None
