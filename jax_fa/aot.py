@@ -119,7 +119,7 @@ def choose_config(variant: Variant) -> Any:
 def sources(variant: Variant) -> list[Path]:
     """The files of this package that the kernels of ``variant`` are made of: module and imports."""
     found: set[Path] = set()
-    pending = {_PACKAGE / "kernels" / variant.arch / f"{variant.operation}.py"}
+    pending = {_PACKAGE / "kernels" / variant.kernels / f"{variant.operation}.py"}
     while pending:
         path = pending.pop()
         found.add(path)
@@ -158,7 +158,7 @@ def compile_variant(job: Job) -> None:
     _preload_runtime()
     variant = job.variant
     start = time.perf_counter()
-    module = importlib.import_module(f"jax_fa.kernels.{variant.arch}.{variant.operation}")
+    module = importlib.import_module(f"jax_fa.kernels.{variant.kernels}.{variant.operation}")
     entry, arguments = module.make_entry(variant.key, choose_config(variant))
     with tempfile.TemporaryDirectory(dir=job.stem.parent) as folder:
         options = (

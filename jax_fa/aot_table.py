@@ -120,12 +120,9 @@ def _variants(rows: Sequence[Row]) -> str:
 
 
 def _capabilities() -> str:
-    pairs = [
-        f"{{{10 * major + minor}, {_arch_number(arch.name)}}}"
-        for arch in ARCHS
-        for major, minor in arch.capabilities
-    ]
-    return f"constexpr Capability capabilities[] = {{{', '.join(pairs)}}};\n"
+    numbers = [_arch_number(arch.name) for arch in ARCHS]
+    pairs = ", ".join(f"{{{number}, {number}}}" for number in numbers)
+    return f"constexpr Capability capabilities[] = {{{pairs}}};\n"
 
 
 def _arch_number(arch: str) -> int:
@@ -133,8 +130,7 @@ def _arch_number(arch: str) -> int:
 
 
 def _accessor(rows: Sequence[Row]) -> str:
-    num_capabilities = sum(len(arch.capabilities) for arch in ARCHS)
-    fields = f"{'variants' if rows else 'nullptr'}, {len(rows)}, capabilities, {num_capabilities}"
+    fields = f"{'variants' if rows else 'nullptr'}, {len(rows)}, capabilities, {len(ARCHS)}"
     return (
         "const Table& KernelTable() {\n"
         f"  static const Table table{{{fields}}};\n"

@@ -11,6 +11,26 @@ from dataclasses import dataclass
 
 from jax_fa.kernels.abi import MaskClass
 
+BLACKWELL = ("sm_100f", "sm_103f", "sm_110f")
+"""Targets: B200 and GB200; B300 and GB300; Thor."""
+BLACKWELL_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128))
+"""(D, Dv) that fit Blackwell's tensor memory; of 256/256, O alone would take all of it."""
+_WRITTEN = f"kernels are written for sm_90a, {', '.join(BLACKWELL)}"
+
+# Cycles per 128 x 128 block and SM at 16 exponentials, 8192 flops and 128 lane instructions a
+# cycle: MMA 512, 768, 1024, 1280 for D = 64, 96, 128, 192/128; exponentials 1024 (1 - f) with a
+# share f of polynomials; issue slots 384 + 640 f. D = 64 is bound by exponentials until f = 0.38,
+# where both take 630; D = 96 needs f = 0.25 to come down to its MMA; from D = 128 on a small share
+# keeps the exponentials from setting the pace together with the MMA.
+_POLYNOMIALS = {64: 12, 96: 8, 128: 6, 192: 4}
+"""Of 32 exponentials, by head size D."""
+_FAST_EXPONENTIALS = ("sm_103f",)
+"""Targets that exponentiate twice as fast as others, and use no polynomials."""
+_MOST_POLYNOMIALS = {"full": 12, "causal": 8, "general": 6}
+"""By mask, whatever D: with D = 64, the next two of causal and of general spill (DSL 4.8.1)."""
+_BLACKWELL_REGISTERS = {"full": (192, 80, 48), "causal": (200, 64, 48), "general": (200, 64, 48)}
+"""Of the softmax roles, correct and the others; the smallest of the first that spill nothing."""
+
 
 @dataclass(frozen=True)
 class KernelKey:
@@ -34,7 +54,7 @@ class KernelKey:
 
 
 @dataclass(frozen=True)
-class FwdConfig:
+class HopperForward:
     """A forward kernel's tile and resources.
 
     Attributes:
@@ -68,7 +88,7 @@ class FwdConfig:
 
 
 @dataclass(frozen=True)
-class BwdConfig:
+class HopperBackward:
     """A backward kernel's tile and resources.
 
     Attributes:
@@ -102,14 +122,46 @@ class BwdConfig:
         return self.block_q == 64 * self.num_consumers
 
 
-def choose_forward(key: KernelKey) -> FwdConfig:
+@dataclass(frozen=True)
+class BlackwellForward:
+    """A forward kernel's tile and resources: two tiles of 128 query rows by CTA, 128 keys by step.
+
+    Attributes:
+        polynomials: of 32 exponentials of an unmasked block, how many are evaluated as polynomials
+            by the multiply-add units, the special function unit doing the others.
+        softmax_registers: per thread of the softmax roles, multiple of 8.
+        correct_registers: per thread of the role correct, multiple of 8.
+        other_registers: per thread of all others, multiple of 8.
+    """
+
+    polynomials: int
+    softmax_registers: int
+    correct_registers: int
+    other_registers: int
+    block_q: int = 256
+    block_kv: int = 128
+    is_persistent: bool = True
+
+
+def choose_forward(key: KernelKey) -> HopperForward | BlackwellForward:
     """The forward configuration for ``key``.
 
-    TFLOP/s on an H200, bfloat16, at 16 x 1024 and 2 x 8192 tokens x sequences, where a row says no
-    more; alternatives that lost are in brackets.
+    Raises:
+        NotImplementedError: no kernel is written for its architecture or head sizes.
     """
-    if key.arch != "sm_90a":
-        raise NotImplementedError(f"no forward kernel for {key.arch}; compiled: sm_90a")
+    if key.arch == "sm_90a":
+        return hopper_forward(key)
+    if key.arch in BLACKWELL:
+        return blackwell_forward(key)
+    raise NotImplementedError(f"no forward kernel for {key.arch}; {_WRITTEN}")
+
+
+def hopper_forward(key: KernelKey) -> HopperForward:
+    """``choose_forward`` for Hopper.
+
+    Rows say TFLOP/s on an H200, bfloat16, at 16 x 1024 and 2 x 8192 tokens x sequences;
+    alternatives that lost are in brackets.
+    """
     is_general = key.mask == "general"
     # Loading is more than starting TMA where lengths are decoded: 24 registers spill at D = 96.
     consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
@@ -129,7 +181,7 @@ def choose_forward(key: KernelKey) -> FwdConfig:
     else:
         # Full: 544 / 682 (48 keys, persistent: 519 / 573).
         block_kv, is_persistent = 80, False
-    return FwdConfig(
+    return HopperForward(
         block_kv,
         num_consumers,
         is_persistent,
@@ -139,17 +191,31 @@ def choose_forward(key: KernelKey) -> FwdConfig:
     )
 
 
-def choose_backward(key: KernelKey) -> BwdConfig:
+def blackwell_forward(key: KernelKey) -> BlackwellForward:
+    """``choose_forward`` for Blackwell; rows follow from a model, since no GPU was at hand."""
+    if (key.head_dim, key.value_dim) not in BLACKWELL_HEADS:
+        known = ", ".join(f"{d}/{dv}" for d, dv in BLACKWELL_HEADS)
+        raise NotImplementedError(
+            f"no forward kernel for D/Dv {key.head_dim}/{key.value_dim} on {key.arch}; "
+            f"there are {known}"
+        )
+    polynomials = min(_POLYNOMIALS[key.head_dim], _MOST_POLYNOMIALS[key.mask])
+    if key.arch in _FAST_EXPONENTIALS:
+        polynomials = 0
+    return BlackwellForward(polynomials, *_BLACKWELL_REGISTERS[key.mask])
+
+
+def choose_backward(key: KernelKey) -> HopperBackward:
     """The backward configuration for ``key``.
 
     TFLOP/s on an H200, bfloat16, at 16 x 1024 and 1 x 16384 tokens, causal; cuDNN in brackets.
     """
     if key.arch != "sm_90a":
-        raise NotImplementedError(f"no backward kernel for {key.arch}; compiled: sm_90a")
+        raise NotImplementedError(f"no backward kernel for {key.arch}; there is one for sm_90a")
     if key.head_dim <= 64:
         # Reached: 275 and 511 (203 and 418).
-        return BwdConfig(block_q=128)
+        return HopperBackward(block_q=128)
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
     # D = 128 reaches 324 and 578 (247 and 515), D = 256 without splitting keys 259 and 412 (207
     # and 373).
-    return BwdConfig(block_q=64, splits_keys=key.head_dim + key.value_dim <= 256)
+    return HopperBackward(block_q=64, splits_keys=key.head_dim + key.value_dim <= 256)

@@ -14,7 +14,7 @@ from pathlib import Path
 from jax_fa.band import Band
 from jax_fa.choice import Target, choose
 from jax_fa.problem import Problem, Semantics
-from jax_fa.variants import ARCHS, BY_NAME, HEAD_DIMS, Operation
+from jax_fa.variants import ARCHS, BY_NAME, HOPPER_HEADS, Operation
 
 START = "<!-- support table, written by: python -m jax_fa.support README.md -->"
 END = "<!-- end of the support table -->"
@@ -40,8 +40,8 @@ def _banded(band: Band) -> Problem:
 _FEATURES: dict[str, Sequence[Problem]] = {
     "bfloat16, float16": [_PLAIN, replace(_PLAIN, dtype="float16")],
     "float32": [replace(_PLAIN, dtype="float32")],
-    "D (or D/Dv) of " + ", ".join(f"{d}" if d == v else f"{d}/{v}" for d, v in HEAD_DIMS): [
-        replace(_PLAIN, head_dim=d, value_dim=v) for d, v in HEAD_DIMS
+    "D (or D/Dv) of " + ", ".join(f"{d}" if d == v else f"{d}/{v}" for d, v in HOPPER_HEADS): [
+        replace(_PLAIN, head_dim=d, value_dim=v) for d, v in HOPPER_HEADS
     ],
     "any other D, Dv": [replace(_PLAIN, head_dim=80, value_dim=72)],
     "grouped-query, multi-query": [replace(_PLAIN, num_kv_heads=n) for n in (2, 1)],
@@ -63,8 +63,7 @@ _FEATURES: dict[str, Sequence[Problem]] = {
 def _columns() -> dict[str, tuple[Target, Operation]]:
     columns: dict[str, tuple[Target, Operation]] = {"CPU": (Target("cpu"), "fwd")}
     for arch in ARCHS:
-        major, minor = arch.capabilities[0]
-        target = Target("cuda", frozenset(BY_NAME), (f"{major}.{minor}",))
+        target = Target("cuda", frozenset(BY_NAME), (arch.capability,))
         columns[f"{arch.name} forward"] = (target, "fwd")
         columns[f"{arch.name} backward"] = (target, "bwd")
     return columns

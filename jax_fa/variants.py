@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_fa.band import UNBOUNDED
-from jax_fa.config import KernelKey
+from jax_fa.config import BLACKWELL, BLACKWELL_HEADS, KernelKey
 from jax_fa.kernels.abi import MASK_CLASSES, MaskClass
 from jax_fa.problem import Problem
 
@@ -22,8 +22,8 @@ Operation = Literal["fwd", "bwd"]
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 """Element types that are compiled, and what variant names call them."""
 
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-"""(D, Dv) that are compiled."""
+HOPPER_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+"""(D, Dv) that are compiled for Hopper."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,34 @@ class Arch:
     """A GPU family that has kernels of its own.
 
     Attributes:
-        name: directory under ``kernels/``, and part of variant names.
+        name: part of variant names: "sm", then the compute capability without its dot.
         target: what the compiler is asked for.
-        capabilities: compute capabilities (major, minor) that run its code.
+        kernels: directory under ``kernels/``.
         operations: those that have kernels.
+        head_dims: (D, Dv) that are compiled.
     """
 
     name: str
     target: str
-    capabilities: tuple[tuple[int, int], ...]
+    kernels: str
     operations: tuple[Operation, ...]
+    head_dims: tuple[tuple[int, int], ...]
+
+    @property
+    def capability(self) -> str:
+        """Compute capability of the GPUs that run its code, such as "9.0"."""
+        digits = self.name.removeprefix("sm")
+        return f"{digits[:-1]}.{digits[-1]}"
 
 
-ARCHS = (Arch("sm90", "sm_90a", ((9, 0),), ("fwd", "bwd")),)
+def _blackwell(name: str, target: str) -> Arch:
+    return Arch(name, target, "sm100", ("fwd",), BLACKWELL_HEADS)
+
+
+ARCHS = (
+    Arch("sm90", "sm_90a", "sm90", ("fwd", "bwd"), HOPPER_HEADS),
+    *(_blackwell(target[:2] + target[3:-1], target) for target in BLACKWELL),
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,11 @@ class Variant:
     operation: Operation
     arch: str
     key: KernelKey
+
+    @property
+    def kernels(self) -> str:
+        """Directory under ``kernels/`` that it is made of."""
+        return next(arch.kernels for arch in ARCHS if arch.name == self.arch)
 
     @property
     def name(self) -> str:
@@ -77,7 +97,7 @@ def _enumerate() -> Iterator[Variant]:
     for arch in ARCHS:
         for operation in arch.operations:
             for dtype in SHORT_DTYPES:
-                for head_dim, value_dim in HEAD_DIMS:
+                for head_dim, value_dim in arch.head_dims:
                     for mask, has_soft_cap in masks:
                         key = KernelKey(arch.target, dtype, head_dim, value_dim, mask, has_soft_cap)
                         yield Variant(operation, arch.name, key)
@@ -91,9 +111,7 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 def arch_of(capability: str) -> Arch | None:
     """The family whose kernels a GPU of compute capability such as "9.0" runs; None if none."""
-    major, _, minor = capability.partition(".")
-    wanted = (int(major), int(minor or 0))
-    return next((arch for arch in ARCHS if wanted in arch.capabilities), None)
+    return next((arch for arch in ARCHS if arch.capability == capability), None)
 
 
 def mask_class(problem: Problem) -> MaskClass:

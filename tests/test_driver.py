@@ -73,10 +73,12 @@ def call_for(problem, operation="fwd"):
 
 
 def record(variant, **changes):
-    arch = next(arch for arch in variants.ARCHS if arch.name == variant.arch)
-    (major, minor), *_ = arch.capabilities
     call = {**call_for(problem_for(variant), variant.operation), **changes}
-    return _jax_fa.record(variant.operation, 10 * major + minor, call)
+    return _jax_fa.record(variant.operation, capability(variant), call)
+
+
+def capability(variant):
+    return int(variant.arch.removeprefix("sm"))
 
 
 def test_cuda_handlers_are_registered_with_a_stage_that_loads():
@@ -156,12 +158,11 @@ def test_mask_class_in_cxx_agrees_with_python(left, right, extra):
     call = call_for(problem, variant.operation) | ({extra: 0x1000} if extra else {})
     arch = next(arch for arch in variants.ARCHS if arch.name == variant.arch)
     found = variants.find(problem, arch, variant.operation, COMPILED)
-    (major, minor), *_ = arch.capabilities
     if found is None:
         with pytest.raises(ValueError, match=f"{variants.mask_class(problem)} mask"):
-            _jax_fa.record(variant.operation, 10 * major + minor, call)
+            _jax_fa.record(variant.operation, capability(variant), call)
     else:
-        recorded = _jax_fa.record(variant.operation, 10 * major + minor, call)
+        recorded = _jax_fa.record(variant.operation, capability(variant), call)
         assert recorded["variant"] == found.name
 
 

@@ -15,7 +15,7 @@ from oracle import Results, assert_close, tolerance
 
 from jax_fa import aot
 from jax_fa.band import UNBOUNDED, Band
-from jax_fa.config import KernelKey
+from jax_fa.config import BLACKWELL, BLACKWELL_HEADS, KernelKey, choose_forward
 from jax_fa.emulator import Launch, Memory, emulate
 from jax_fa.emulator.ptx import parse
 from jax_fa.kernels import abi
@@ -23,11 +23,10 @@ from jax_fa.kernels.edges import REGISTERS_PER_SM, PlanError, TmemRange, check, 
 from jax_fa.kernels.sm100 import plan
 from jax_fa.problem import Operands, Semantics
 
-TARGETS = ("sm_100f", "sm_103f", "sm_110f")
 KEYS = [
     KernelKey(target, "bfloat16", d, dv, mask)
-    for target in TARGETS
-    for d, dv in plan.HEADS
+    for target in BLACKWELL
+    for d, dv in BLACKWELL_HEADS
     for mask in abi.MASK_CLASSES
 ]
 needs_dsl = pytest.mark.skipif(
@@ -39,7 +38,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a 
 
 
 def plan_for(key):
-    return plan.forward_plan(key, plan.choose(key))
+    return plan.forward_plan(key, choose_forward(key))
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -51,13 +50,13 @@ def test_every_plan_fits_the_hardware(key):
 
 
 def test_polynomials_are_left_to_targets_with_slow_exponentials():
-    shares = {key.arch: plan.choose(key).polynomials for key in KEYS if key.head_dim == 64}
+    shares = {key.arch: choose_forward(key).polynomials for key in KEYS if key.head_dim == 64}
     assert shares["sm_100f"] > 0 and shares["sm_103f"] == 0
 
 
 def test_a_head_size_without_a_kernel_is_refused_with_those_that_have_one():
     with pytest.raises(NotImplementedError, match="256/256.*128/128"):
-        plan.choose(KernelKey("sm_100f", "bfloat16", 256, 256, "full"))
+        choose_forward(KernelKey("sm_100f", "bfloat16", 256, 256, "full"))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def build(folder, key):
     from jax_fa.kernels.sm100 import fwd
 
     aot._preload_runtime()
-    entry, arguments = fwd.make_entry(key, plan.choose(key))
+    entry, arguments = fwd.make_entry(key, choose_forward(key))
     options = f"--gpu-arch {key.arch} --keep-ptx --dump-dir {folder}"
     cute.compile(entry, *arguments, options=options).export_to_c(str(folder), "k", "k")
     (folder / "seam.c").write_text(SEAM)

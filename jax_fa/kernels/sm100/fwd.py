@@ -12,9 +12,9 @@ entry, memory, dispatch of roles; the roles are in ``fwd_roles.py``, roles, edge
 in ``plan.py``. Conventions: ``jax_fa/problem.py``.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -22,18 +22,12 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from jax_fa.band import UNBOUNDED
-from jax_fa.config import KernelKey
-from jax_fa.kernels import abi, edges, primitives, softmax, tiles
+from jax_fa.config import BlackwellForward, KernelKey
+from jax_fa.kernels import edges, host, primitives, tiles
+from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, find_segment_keys
 from jax_fa.kernels.sm100 import fwd_roles as roles
-from jax_fa.kernels.sm100.fwd_roles import Arrays, Context, Scalars, Smem, Tma, Variant
-from jax_fa.kernels.sm100.plan import (
-    BLOCK_KV,
-    Q_TILES,
-    ROWS,
-    TILE_EDGES,
-    Config,
-    forward_plan,
-)
+from jax_fa.kernels.sm100.fwd_roles import Context, Smem
+from jax_fa.kernels.sm100.plan import BLOCK_KV, Q_TILES, ROWS, TILE_EDGES, forward_plan
 
 
 class Layouts(NamedTuple):
@@ -47,7 +41,8 @@ class Layouts(NamedTuple):
 
 def make_layouts(variant: Variant) -> Layouts:
     """The layouts of a variant's shared memory."""
-    key, stages, dtype = variant.key, variant.config.kv_stages, variant.dtype
+    key, dtype = variant.key, variant.dtype
+    stages = variant.plan.edge("kv").stages
     v = primitives.smem_layout(dtype, (BLOCK_KV, key.value_dim, stages))
     if key.value_dim < key.head_dim:
         rows, columns, _ = v.outer.shape
@@ -142,7 +137,7 @@ def kernel(
     x = Context(tma, arrays, scalars, order, smem, tmem)
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
-            _find_segment_keys(variant, x)
+            find_segment_keys(variant, x)
             cute.arch.sync_threads()
     edges_of_tiles = ((s0, p0, p_rest0, stats0, scaled0), (s1, p1, p_rest1, stats1, scaled1))
     _dispatch(variant, x, warp, (q, kv, o, out, room), edges_of_tiles)
@@ -192,153 +187,21 @@ def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple
             roles.load(variant, x, roles.LoadPipes(q[0], kv[0], room[1]))
 
 
+def make_entry(key: KernelKey, config: BlackwellForward) -> tuple[Callable, tuple]:
+    """The flat host entry of one variant, and the stand-in arguments it is compiled with."""
+    return host.forward_entry(Variant(key, config, forward_plan(key, config)), launch)
+
+
 @cute.jit
-def _find_segment_keys(variant: cutlass.Constexpr, x: Context):
-    """Narrows the tile's keys to those whose segment lies in the range of its queries' segments.
-
-    All threads of the CTA share the scan; the result goes to ``smem.segment_keys``.
-    """
-    scalars, sequences = x.scalars, x.scalars.sequences
-    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-    threads, block_q = variant.plan.threads, variant.config.block_q
-    tile = roles.tile_at(variant, x, Int32(0))
-    span = tiles.locate(sequences, tile, block_q)
-    lowest, highest = Int32(0x7FFFFFFF), Int32(-0x80000000)
-    base = tile.batch * sequences.q_len + span.q_start
-    for i in cutlass.range_constexpr(block_q // edges.WARP):
-        row = cutlass.min(span.first_row + lane + i * edges.WARP, span.q_slot - 1)
-        segment = tiles.element(scalars.q_segments, base + cutlass.max(row, 0))
-        lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
-    lowest = cute.arch.warp_redux_sync(lowest, "min")
-    highest = cute.arch.warp_redux_sync(highest, "max")
-    first, end = span.kv_len, Int32(0)
-    base = tile.batch * sequences.kv_len + span.kv_start
-    for key in cutlass.range(thread, span.kv_len, threads, unroll=4):
-        segment = tiles.element(scalars.kv_segments, base + key)
-        if (segment >= lowest) & (segment <= highest):
-            first, end = cutlass.min(first, key), key + 1
-    first = cute.arch.warp_redux_sync(first, "min")
-    end = cute.arch.warp_redux_sync(end, "max")
-    if lane == 0:
-        cute.arch.atomic_min(x.smem.segment_keys.iterator, first, scope="cta")
-        cute.arch.atomic_max(x.smem.segment_keys.iterator + 1, end, scope="cta")
-
-
-def dense(pointer: cute.Pointer, heads: tuple, width: int) -> cute.Tensor:
-    """A dense [batch, length, heads, width] array as (length, width, heads, batch)."""
-    batch, length, num_heads = heads
-    row = num_heads.to(Int64) * width
-    return cute.make_tensor(
-        pointer,
-        cute.make_layout((length, width, num_heads, batch), stride=(row, 1, width, row * length)),
+def launch(variant: cutlass.Constexpr, call: host.ForwardCall):
+    """Describes the arrays to TMA and launches the kernel."""
+    one = (None, None, 0)
+    copied = Layouts(*[cute.slice_(layout, one) for layout in make_layouts(variant)])
+    tma, arrays = host.forward_arrays(variant, call, copied)
+    order, num_ctas = host.forward_order(variant, call)
+    kernel(variant, tma, arrays, call.scalars, order).launch(
+        grid=(num_ctas, 1, 1),
+        block=(variant.plan.threads, 1, 1),
+        stream=call.stream,
+        min_blocks_per_mp=1,
     )
-
-
-def make_entry(key: KernelKey, config: Config):
-    """The flat host entry of one variant, and the stand-in arguments it is compiled with.
-
-    The entry's parameters are those of ``abi.FORWARD``.
-    """
-    variant = Variant(key, config, forward_plan(key, config))
-
-    @cute.jit
-    def forward(
-        q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        q_lengths: cute.Pointer,
-        kv_lengths: cute.Pointer,
-        cu_seqlens_q: cute.Pointer,
-        cu_seqlens_k: cute.Pointer,
-        q_segments: cute.Pointer,
-        kv_segments: cute.Pointer,
-        q_offset: cute.Pointer,
-        sinks: cute.Pointer,
-        batch: Int32,
-        num_sequences: Int32,
-        q_len: Int32,
-        kv_len: Int32,
-        num_q_heads: Int32,
-        num_kv_heads: Int32,
-        scale: Float32,
-        soft_cap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        bottom_right: Int32,
-        num_sms: Int32,
-        stream: cuda.CUstream,
-    ):
-        layouts = make_layouts(variant)
-        queries, keys = (batch, q_len, num_q_heads), (batch, kv_len, num_kv_heads)
-        gOut = dense(out, queries, key.value_dim)
-        one = (None, None, 0)
-        q_tile, k_tile = (ROWS, key.head_dim), (BLOCK_KV, key.head_dim)
-        v_tile, out_tile = (BLOCK_KV, key.value_dim), (ROWS, key.value_dim)
-        gQ, gK = dense(q, queries, key.head_dim), dense(k, keys, key.head_dim)
-        gV = dense(v, keys, key.value_dim)
-        tma_q, mQ = primitives.tma_load(gQ, cute.slice_(layouts.q, one), q_tile)
-        tma_k, mK = primitives.tma_load(gK, cute.slice_(layouts.k, one), k_tile)
-        tma_v, mV = primitives.tma_load(gV, cute.slice_(layouts.v, one), v_tile)
-        tma_out, mOut = primitives.tma_store(gOut, cute.slice_(layouts.out, one), out_tile)
-        lse_row = num_q_heads.to(Int64)
-        mLse = cute.make_tensor(
-            lse,
-            cute.make_layout((q_len, num_q_heads, batch), stride=(lse_row, 1, lse_row * q_len)),
-        )
-        num_q_blocks = cute.ceil_div(q_len, config.block_q)
-        if const_expr(variant.is_general):
-            if tiles.is_present(cu_seqlens_q):
-                # Each sequence, and what lies behind the last, may end in a partly filled block.
-                num_q_blocks = q_len // config.block_q + num_sequences + 1
-        group = num_q_heads // num_kv_heads
-        kv_bytes = kv_len * (2 * (key.head_dim + key.value_dim)) // group
-        order = tiles.make_order(
-            batch * num_q_heads, num_q_heads, group, num_q_blocks, kv_bytes, num_sms
-        )
-        score_scale = scale
-        if const_expr(key.has_soft_cap):
-            score_scale = soft_cap
-        sequences = tiles.Sequences(
-            q_lengths,
-            kv_lengths,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            q_offset,
-            num_sequences,
-            q_len,
-            kv_len,
-        )
-        scalars = Scalars(
-            sequences,
-            window_left,
-            window_right,
-            bottom_right,
-            scale / soft_cap * (2.0 * softmax.LOG2_E),
-            score_scale * softmax.LOG2_E,
-            sinks,
-            q_segments,
-            kv_segments,
-        )
-        num_tiles = order.num_heads * num_q_blocks
-        num_ctas = cutlass.min(num_sms, num_tiles)
-        if const_expr(variant.is_general):
-            if tiles.is_present(q_segments):
-                num_ctas = num_tiles
-        kernel(
-            variant,
-            Tma(tma_q, tma_k, tma_v, tma_out),
-            Arrays(mQ, mK, mV, mOut, gOut, mLse),
-            scalars,
-            order,
-        ).launch(
-            grid=(num_ctas, 1, 1),
-            block=(variant.plan.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    dtype = variant.dtype
-    element = {"lse": Float32, "sinks": Float32, "q": dtype, "k": dtype, "v": dtype, "out": dtype}
-    return forward, primitives.stand_ins(abi.FORWARD, element)

@@ -11,9 +11,18 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, key_range, kv_blocks
-from jax_fa.config import KernelKey
+from jax_fa.band import Blocks, key_range, kv_blocks
 from jax_fa.kernels import edges, primitives, softmax, tiles
+from jax_fa.kernels.forward_work import (
+    Arrays,
+    Scalars,
+    Tma,
+    Variant,
+    Work,
+    load_partial_v,
+    tile_at,
+    work_on,
+)
 from jax_fa.kernels.sm100.plan import (
     BLOCK_KV,
     CHUNK,
@@ -23,61 +32,8 @@ from jax_fa.kernels.sm100.plan import (
     RESCALE_LOG2,
     ROWS,
     SLAB,
-    Config,
     out_overlays_q,
 )
-
-
-class Variant(NamedTuple):
-    """What is fixed at compile time."""
-
-    key: KernelKey
-    config: Config
-    plan: edges.Plan
-
-    @property
-    def is_general(self) -> bool:
-        """Everything that can hide a key may be there."""
-        return self.key.mask == "general"
-
-    @property
-    def dtype(self) -> type:
-        """Element type of the arrays."""
-        return primitives.DTYPES[self.key.dtype]
-
-
-class Tma(NamedTuple):
-    """TMA descriptors."""
-
-    q: cute.CopyAtom
-    k: cute.CopyAtom
-    v: cute.CopyAtom
-    out: cute.CopyAtom
-
-
-class Arrays(NamedTuple):
-    """Global arrays; all but the last two as TMA sees them."""
-
-    q: cute.Tensor  # (T, D, N, B)
-    k: cute.Tensor  # (S, D, K, B)
-    v: cute.Tensor  # (S, Dv, K, B)
-    out: cute.Tensor  # (T, Dv, N, B)
-    out_rows: cute.Tensor  # (T, Dv, N, B)
-    lse: cute.Tensor  # (T, N, B)
-
-
-class Scalars(NamedTuple):
-    """Run-time values that every tile shares."""
-
-    sequences: tiles.Sequences
-    window_left: Int32
-    window_right: Int32
-    bottom_right: Int32
-    cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
-    scale_log2: Float32
-    sinks: cute.Pointer
-    q_segments: cute.Pointer
-    kv_segments: cute.Pointer
 
 
 class Smem(NamedTuple):
@@ -103,65 +59,16 @@ class Context(NamedTuple):
     tmem: cute.Pointer
 
 
-class Work(NamedTuple):
-    """A tile of two times 128 query rows with all that follows from it."""
-
-    tile: tiles.Tile
-    span: tiles.Span
-    window: Window
-    blocks: Blocks
-
-
-@cute.jit
-def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
-    """The tile at a position of this CTA's list."""
-    if const_expr(variant.key.mask == "full"):
-        tile = tiles.row_order(x.order, slot)
-    elif const_expr(variant.key.mask == "causal"):
-        tile = tiles.longest_first(x.order, slot)
-    else:
-        tile = tiles.one_per_cta(x.order, slot)
-        if not tiles.is_present(x.scalars.q_segments):
-            tile = tiles.longest_first(x.order, slot)
-    return tile
-
-
-@cute.jit
-def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
-    """What there is to do for ``tile``. Called by whole warps."""
-    scalars, block_q = x.scalars, variant.config.block_q
-    sequences, zero = scalars.sequences, Int32(0)
-    q_len, kv_len = sequences.q_len, sequences.kv_len
-    left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
-    span = tiles.Span(tile.batch, zero, zero, q_len, q_len, kv_len, zero, tile.q_block * block_q)
-    if const_expr(variant.is_general):
-        span = tiles.locate(sequences, tile, block_q)
-        left, right = scalars.window_left, scalars.window_right
-    aligned = Band(alignment="bottom_right").shift(span.q_len, span.kv_len)
-    shift = span.q_offset + scalars.bottom_right * aligned
-    window = Window(shift, left, right, span.q_len, span.kv_len)
-    blocks = _blocks(window, span.first_row, block_q)
-    start, end = blocks.start, blocks.end
-    if const_expr(variant.is_general):
-        if tiles.is_present(scalars.q_segments):
-            start = cutlass.max(start, x.smem.segment_keys[0] // BLOCK_KV)
-            end = cutlass.min(end, ceil_div(x.smem.segment_keys[1], BLOCK_KV))
-    # A tile without keys works on one block, all of it masked: no path of its own.
-    end = cutlass.max(end, start + 1)
-    return Work(tile, span, window, Blocks(start, start, end, end))
-
-
-def _blocks(window: Window, first_row: Int32, rows: int) -> Blocks:
-    return kv_blocks(window, first_row, rows, BLOCK_KV, minimum=cutlass.min, maximum=cutlass.max)
-
-
 @cute.jit
 def blocks_of_rows(
     variant: cutlass.Constexpr, x: Context, work: Work, index: cutlass.Constexpr[int]
 ) -> Blocks:
     """The blocks of ``work``, with "full" as it holds for query tile ``index`` alone."""
     start, _, _, end = work.blocks
-    own = _blocks(work.window, work.span.first_row + index * ROWS, ROWS)
+    first_row = work.span.first_row + index * ROWS
+    own = kv_blocks(
+        work.window, first_row, ROWS, BLOCK_KV, minimum=cutlass.min, maximum=cutlass.max
+    )
     full_start = cutlass.min(cutlass.max(own.full_start, start), end)
     full_end = cutlass.min(cutlass.max(own.full_end, full_start), end)
     if const_expr(variant.is_general):
@@ -251,39 +158,9 @@ def _load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot, phase: Int3
             cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
         else:
             copied = (gV[None, block], sV[None, slot.index])
-            _load_partial_v(variant, x, copied, used, slot, phase)
+            load_partial_v(variant, x, copied, used, slot, phase)
             phase = phase ^ 1
     return phase
-
-
-@cute.jit
-def _load_partial_v(
-    variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot, phase: Int32
-):
-    """One block of values, of which only the first ``used`` rows are the sequence's.
-
-    The others become zero: P is 0 for absent keys, but 0 * NaN is not. The detour over a barrier of
-    its own is taken for the newest block of a tile at most.
-    """
-    words = variant.key.value_dim // 2
-    size_bytes = BLOCK_KV * variant.key.value_dim * variant.dtype.width // 8
-    source, target = copied
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
-    cute.copy(x.tma.v, source, target, tma_bar_ptr=x.smem.scrub)
-    cute.arch.mbarrier_wait(x.smem.scrub, phase)
-    pairs = cute.recast_tensor(x.smem.v[None, None, slot.index], Int32)
-    lane = cute.arch.lane_idx()
-    for row in cutlass.range(cutlass.max(used, 0), BLOCK_KV, unroll=1):
-        for i in cutlass.range_constexpr(ceil_div(words, edges.WARP)):
-            if lane + i * edges.WARP < words:
-                pairs[row, lane + i * edges.WARP] = Int32(0)
-    # HAZARD: the tensor core reads through the async proxy what these lanes wrote through the
-    # generic one, and TMA must have finished before they wrote.
-    cute.arch.fence_view_async_shared()
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        primitives.complete_tx(slot.barrier, size_bytes)
 
 
 class MmaPipes(NamedTuple):

@@ -28,9 +28,7 @@ whose time bounds the kernel (kernel design after FlashAttention-4, arXiv:2603.0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from jax_fa.config import KernelKey
+from jax_fa.config import BlackwellForward, KernelKey, blackwell_forward
 from jax_fa.kernels.edges import (
     WARPGROUP,
     Buffer,
@@ -68,75 +66,6 @@ O_COLUMNS = 16
 """Columns of O that the role correct has in registers at a time; twice as many spill."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """A forward kernel's tile and resources.
-
-    Attributes:
-        kv_stages: depth of the ring of key and value blocks.
-        polynomials: of ``CHUNK`` exponentials of an unmasked block, how many are evaluated as
-            polynomials by the multiply-add units, the special function unit doing the others.
-        softmax_registers: per thread of the softmax roles.
-        correct_registers: per thread of the role correct.
-        other_registers: per thread of all others.
-    """
-
-    kv_stages: int
-    polynomials: int
-    softmax_registers: int
-    correct_registers: int
-    other_registers: int
-    block_kv: int = BLOCK_KV
-
-    @property
-    def block_q(self) -> int:
-        """Query rows of a CTA's tile."""
-        return Q_TILES * ROWS
-
-
-HEADS = ((64, 64), (96, 96), (128, 128), (192, 128))
-"""(D, Dv) that fit. 256/256 does not: O alone would take all of tensor memory."""
-
-# Cycles per 128 x 128 block and SM at 16 exponentials, 8192 flops and 128 lane instructions a
-# cycle: MMA 512, 768, 1024, 1280 for D = 64, 96, 128, 192/128; exponentials 1024 (1 - f) with a
-# share f of polynomials; issue slots 384 + 640 f. D = 64 is bound by exponentials until f = 0.38,
-# where both take 630; D = 96 needs f = 0.25 to come down to its MMA; from D = 128 on a small share
-# keeps the exponentials from setting the pace together with the MMA.
-POLYNOMIALS = {64: 12, 96: 8, 128: 6, 192: 4}
-"""By head size D; targets of compute capability 10.3 exponentiate twice as fast and use none."""
-MOST_POLYNOMIALS = {"full": 12, "causal": 8, "general": 6}
-"""By mask, whatever D: with D = 64, the next two of causal and of general spill (DSL 4.8.1)."""
-REGISTERS = {"full": (192, 80, 48), "causal": (200, 64, 48), "general": (200, 64, 48)}
-"""Of the softmax roles, correct and the others; the smallest of the first that spill nothing."""
-
-
-def choose(key: KernelKey) -> Config:
-    """The configuration for ``key``.
-
-    Raises:
-        NotImplementedError: there is no kernel for it.
-    """
-    if (key.head_dim, key.value_dim) not in HEADS:
-        known = ", ".join(f"{d}/{dv}" for d, dv in HEADS)
-        raise NotImplementedError(
-            f"no forward kernel for D/Dv {key.head_dim}/{key.value_dim} on {key.arch}; "
-            f"there are {known}"
-        )
-    fixed = FIRST_PAGE_BYTES + _fixed_bytes(key)
-    stage = BLOCK_KV * key.head_dim * ELEMENT_BYTES
-    polynomials = min(POLYNOMIALS[key.head_dim], MOST_POLYNOMIALS[key.mask])
-    if key.arch.startswith("sm_103"):
-        polynomials = 0
-    softmax, correct, others = REGISTERS[key.mask]
-    return Config(
-        kv_stages=(SMEM_CAPACITY_BYTES - fixed) // stage,
-        polynomials=polynomials,
-        softmax_registers=softmax,
-        correct_registers=correct,
-        other_registers=others,
-    )
-
-
 def out_overlays_q(key: KernelKey) -> bool:
     """True where out takes the place of q, since the ring has no room otherwise."""
     return key.head_dim > ROWS
@@ -148,12 +77,16 @@ def _fixed_bytes(key: KernelKey) -> int:
     return Q_TILES * ROWS * (width * ELEMENT_BYTES + 2 * FLOAT_BYTES)
 
 
-def forward_plan(key: KernelKey, config: Config) -> Plan:
-    """The checked plan of the forward kernel for ``key`` under ``config``."""
+def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
+    """The checked plan of the forward kernel for ``key`` under ``config``.
+
+    The ring of key and value blocks is as deep as shared memory allows.
+    """
     q_bytes = ROWS * key.head_dim * ELEMENT_BYTES
     out_bytes = ROWS * key.value_dim * ELEMENT_BYTES
     kv_bytes = BLOCK_KV * key.head_dim * ELEMENT_BYTES
     others = config.other_registers
+    kv_stages = (SMEM_CAPACITY_BYTES - FIRST_PAGE_BYTES - _fixed_bytes(key)) // kv_bytes
     out = Buffer("out", Q_TILES * out_bytes)
     if out_overlays_q(key):
         out = Buffer("out", Q_TILES * out_bytes, "q", "all S of a tile retire before its last PV")
@@ -173,7 +106,7 @@ def forward_plan(key: KernelKey, config: Config) -> Plan:
                 "kv",
                 "load",
                 "mma",
-                config.kv_stages,
+                kv_stages,
                 kv_bytes,
                 "keys or values in smem",
                 "the products that read them retired",
@@ -186,7 +119,7 @@ def forward_plan(key: KernelKey, config: Config) -> Plan:
         ),
         buffers=(
             Buffer("q", Q_TILES * q_bytes),
-            Buffer("kv", config.kv_stages * kv_bytes),
+            Buffer("kv", kv_stages * kv_bytes),
             out,
             Buffer("stats", Q_TILES * 2 * ROWS * FLOAT_BYTES),
             Buffer("words", WORDS_BYTES),
@@ -270,7 +203,7 @@ def _tmem(key: KernelKey) -> tuple[TmemRange, ...]:
 def main() -> None:
     """Prints the ledger of the default bfloat16 D = 128 kernel."""
     key = KernelKey("sm_100f", "bfloat16", 128, 128, "causal")
-    print(ledger(forward_plan(key, choose(key))))  # noqa: T201
+    print(ledger(forward_plan(key, blackwell_forward(key))))  # noqa: T201
 
 
 if __name__ == "__main__":

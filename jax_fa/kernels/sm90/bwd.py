@@ -1,17 +1,16 @@
 """Hopper backward: dq, dk and dv from one more pass over all visible pairs.
 
-    prepare            delta, log2-sum-exp2 by query row; dQ sums = 0        (bwd_rows.py)
+    prepare            delta, log2-sum-exp2 by query row; dQ sums = 0        (backward_rows.py)
     main   load        k  v  q(n)  do(n)  q(n-1)  do(n-1) ...
            attend i    S dP(n)  P dS |barrier| dQ dV dK(n)  dQ sums += | S dP(n-1)  P dS | ...
            attend j    the same for 64 other keys
            keep_turns  in a deterministic run, says when the sums may be added to
-    finish             dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv      (bwd_rows.py)
+    finish             dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv      (backward_rows.py)
 
 The method is FlashAttention's (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608); roles, edges
 and memory: ``plan_bwd.py``; conventions: ``jax_fa/problem.py``.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -19,21 +18,18 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from jax_fa.band import UNBOUNDED, ceil_div
-from jax_fa.config import BwdConfig, KernelKey
-from jax_fa.kernels import abi, edges, primitives, softmax, tiles
-from jax_fa.kernels.sm90 import bwd_rows
+from jax_fa.config import HopperBackward, KernelKey
+from jax_fa.kernels import edges, host, primitives, tiles
+from jax_fa.kernels.backward_rows import Scratch, dense
+from jax_fa.kernels.backward_work import Scalars, bytes_per_head, find_segment_rows
 from jax_fa.kernels.sm90.bwd_roles import attend, keep_turns, load
 from jax_fa.kernels.sm90.bwd_work import (
     Arrays,
     Context,
     Pipes,
-    Scalars,
     Smem,
     Tma,
     Variant,
-    bytes_per_head,
-    exchanged,
-    find_segment_rows,
     make_layouts,
 )
 from jax_fa.kernels.sm90.plan_bwd import backward_plan
@@ -44,7 +40,7 @@ def kernel(
     variant: cutlass.Constexpr,
     tma: Tma,
     arrays: Arrays,
-    scratch: bwd_rows.Scratch,
+    scratch: Scratch,
     scalars: Scalars,
     order: tiles.Order,
 ):
@@ -116,131 +112,24 @@ def kernel(
         attend(variant, x, Pipes(k_out, v_out, q_out, dout_out))
 
 
-def make_entry(key: KernelKey, config: BwdConfig):
-    """The flat host entry of one variant, and the stand-in arguments it is compiled with.
-
-    The entry's parameters are those of ``abi.BACKWARD``.
-    """
-    variant = Variant(key, config, backward_plan(key, config))
-
-    @cute.jit
-    def backward(
-        q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        dout: cute.Pointer,
-        dlse: cute.Pointer,
-        dq: cute.Pointer,
-        dk: cute.Pointer,
-        dv: cute.Pointer,
-        dsinks: cute.Pointer,
-        dq_sum: cute.Pointer,
-        row_stats: cute.Pointer,
-        dkv_sums: cute.Pointer,
-        turns: cute.Pointer,
-        q_lengths: cute.Pointer,
-        kv_lengths: cute.Pointer,
-        cu_seqlens_q: cute.Pointer,
-        cu_seqlens_k: cute.Pointer,
-        q_segments: cute.Pointer,
-        kv_segments: cute.Pointer,
-        q_offset: cute.Pointer,
-        sinks: cute.Pointer,
-        batch: Int32,
-        num_sequences: Int32,
-        q_len: Int32,
-        kv_len: Int32,
-        num_q_heads: Int32,
-        num_kv_heads: Int32,
-        scale: Float32,
-        soft_cap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        bottom_right: Int32,
-        num_sms: Int32,
-        deterministic: Int32,
-        stream: cuda.CUstream,
-    ):
-        queries, keys = (batch, q_len, num_q_heads), (batch, kv_len, num_kv_heads)
-        d = key.head_dim
-        sequences = tiles.Sequences(
-            q_lengths,
-            kv_lengths,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            q_offset,
-            num_sequences,
-            q_len,
-            kv_len,
-        )
-        rows = bwd_rows.Rows(
-            out=bwd_rows.dense(out, queries, key.value_dim),
-            dout=bwd_rows.dense(dout, queries, key.value_dim),
-            dq=bwd_rows.dense(dq, queries, d),
-            lse=bwd_rows.dense_stats(lse, queries),
-            dlse=bwd_rows.dense_stats(dlse, queries),
-            sinks=sinks,
-            dsinks=dsinks,
-            sequences=sequences,
-            deterministic=deterministic,
-        )
-        scratch = bwd_rows.make_scratch(
-            (dq_sum, row_stats, dkv_sums, turns), (batch, num_sequences, q_len, num_q_heads), d
-        )
-        num_tiles = abi.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
-        group = num_q_heads // num_kv_heads
-        scalars = Scalars(
-            keys=exchanged(sequences),
-            q_offset=q_offset,
-            q_segments=q_segments,
-            kv_segments=kv_segments,
-            window_left=window_left,
-            window_right=window_right,
-            bottom_right=bottom_right,
-            group=group,
-            splits=abi.head_splits(num_tiles, group, minimum=cutlass.min, maximum=cutlass.max),
-            scale=scale,
-            score_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
-            cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),
-            deterministic=deterministic,
-        )
-        bwd_rows.prepare(variant, rows, scratch, stream)
-        arrays = (q, k, v, dout, dk, dv)
-        launch_main(variant, arrays, scratch, scalars, (queries, keys), (num_sms, stream))
-        bwd_rows.finish(variant, rows, scratch, scale, stream)
-        gradients = (
-            bwd_rows.dense(dk, keys, d),
-            bwd_rows.dense(dv, keys, key.value_dim),
-        )
-        bwd_rows.merge(gradients, dkv_sums, scalars.splits, stream)
-
-    return backward, fake_arguments(variant.dtype)
+def make_entry(key: KernelKey, config: HopperBackward):
+    """The flat host entry of one variant, and the stand-in arguments it is compiled with."""
+    return host.backward_entry(Variant(key, config, backward_plan(key, config)), launch)
 
 
 @cute.jit
-def launch_main(
-    variant: cutlass.Constexpr,
-    pointers: tuple,
-    scratch: bwd_rows.Scratch,
-    scalars: Scalars,
-    extents: tuple,
-    launch: tuple,
-):
+def launch(variant: cutlass.Constexpr, call: host.BackwardCall):
     """Describes the arrays to TMA and launches the main kernel."""
     key, config = variant.key, variant.config
-    q, k, v, dout, dk, dv = pointers
-    queries, keys = extents
-    num_sms, stream = launch
+    scalars, num_sms, queries, keys = call.scalars, call.num_sms, call.queries, call.keys
     (batch, q_len, _), (_, kv_len, num_kv_heads) = queries, keys
     layouts = make_layouts(variant)
     one = (None, None, 0)
     loads = {
-        "k": (bwd_rows.dense(k, keys, key.head_dim), layouts.k),
-        "v": (bwd_rows.dense(v, keys, key.value_dim), layouts.v),
-        "q": (bwd_rows.dense(q, queries, key.head_dim), cute.slice_(layouts.q, one)),
-        "dout": (bwd_rows.dense(dout, queries, key.value_dim), cute.slice_(layouts.dout, one)),
+        "k": (dense(call.k, keys, key.head_dim), layouts.k),
+        "v": (dense(call.v, keys, key.value_dim), layouts.v),
+        "q": (dense(call.q, queries, key.head_dim), cute.slice_(layouts.q, one)),
+        "dout": (dense(call.dout, queries, key.value_dim), cute.slice_(layouts.dout, one)),
     }
     made = {
         name: primitives.tma_load(array, layout, cute.product_each(layout.outer.shape))
@@ -248,8 +137,8 @@ def launch_main(
     }
     arrays = Arrays(
         **{name: tensor for name, (_, tensor) in made.items()},
-        dk=bwd_rows.dense(dk, keys, key.head_dim),
-        dv=bwd_rows.dense(dv, keys, key.value_dim),
+        dk=dense(call.dk, keys, key.head_dim),
+        dv=dense(call.dv, keys, key.value_dim),
     )
     num_kv_blocks = ceil_div(kv_len, config.block_kv)
     if const_expr(variant.is_general):
@@ -276,20 +165,12 @@ def launch_main(
         variant,
         Tma(**{name: atom for name, (atom, _) in made.items()}),
         arrays,
-        scratch,
+        call.scratch,
         scalars,
         order,
     ).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
-        stream=stream,
+        stream=call.stream,
         min_blocks_per_mp=1,
     )
-
-
-def fake_arguments(dtype: type) -> tuple:
-    """Stand-ins for the parameters of ``abi.BACKWARD``, in its order."""
-    wide = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-    floats = ("lse", "dlse", "sinks", "dsinks", "dq_sum", "row_stats", "dkv_sums")
-    element = {**dict.fromkeys(floats, Float32), **dict.fromkeys(wide, dtype)}
-    return primitives.stand_ins(abi.BACKWARD, element)

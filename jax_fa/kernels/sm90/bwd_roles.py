@@ -6,20 +6,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from jax_fa.band import first_kv_block, row_range
-from jax_fa.kernels import edges, primitives, softmax, tiles
-from jax_fa.kernels.sm90 import bwd_rows
-from jax_fa.kernels.sm90.bwd_work import (
-    Consumer,
-    Context,
-    Pipes,
-    Step,
-    Variant,
-    Work,
-    first_step,
-    following,
-    tile_at,
-    work_on,
-)
+from jax_fa.kernels import backward_rows, edges, primitives, softmax, tiles
+from jax_fa.kernels.backward_work import Step, Work, first_step, following, tile_at, work_on
+from jax_fa.kernels.sm90.bwd_work import Consumer, Context, Pipes, Variant
 from jax_fa.kernels.sm90.plan import ROWS
 
 
@@ -362,7 +351,7 @@ def add_dq(
     row = work.scratch_row + at.q_block * variant.config.block_q
     fours = cute.size(dq) // 4
     place = row * (variant.key.head_dim // 4) + c.index * fours * edges.WARPGROUP + c.thread
-    first = bwd_rows.address_of(x.scratch.dq_sum[None, place, at.head])
+    first = backward_rows.address_of(x.scratch.dq_sum[None, place, at.head])
     for i in cutlass.range_constexpr(fours):
         values = [dq[4 * i + j] for j in range(4)]
         primitives.add_to_global(first + i * (edges.WARPGROUP * 16), values)
@@ -441,13 +430,13 @@ def store(variant: cutlass.Constexpr, x: Context, c: Consumer, work: Work):
     dv_at = (work.kv_start + key, column * variant.dkv_columns[1])
     if x.scalars.splits == 1:
         dk = cute.domain_offset(dk_at, x.arrays.dk[place])
-        bwd_rows.store_rows(c.dk, x.scalars.scale, dk, at)
+        backward_rows.store_rows(c.dk, x.scalars.scale, dk, at)
         dv = cute.domain_offset(dv_at, x.arrays.dv[place])
-        bwd_rows.store_rows(c.dv, Float32(1.0), dv, at)
+        backward_rows.store_rows(c.dv, Float32(1.0), dv, at)
     else:
         part = work.tile.q_head % x.scalars.splits
-        sums = x.scratch.dkv_sums + part.to(Int64) * bwd_rows.dkv_elements(x.arrays)
-        dk = bwd_rows.like(x.arrays.dk, sums)
-        bwd_rows.store_floats(c.dk, x.scalars.scale, cute.domain_offset(dk_at, dk[place]), at)
-        dv = bwd_rows.like(x.arrays.dv, sums + cute.size(x.arrays.dk.shape))
-        bwd_rows.store_floats(c.dv, Float32(1.0), cute.domain_offset(dv_at, dv[place]), at)
+        sums = x.scratch.dkv_sums + part.to(Int64) * backward_rows.dkv_elements(x.arrays)
+        dk = backward_rows.like(x.arrays.dk, sums)
+        backward_rows.store_floats(c.dk, x.scalars.scale, cute.domain_offset(dk_at, dk[place]), at)
+        dv = backward_rows.like(x.arrays.dv, sums + cute.size(x.arrays.dk.shape))
+        backward_rows.store_floats(c.dv, Float32(1.0), cute.domain_offset(dv_at, dv[place]), at)

@@ -1,29 +1,23 @@
-"""What the roles of the Hopper backward share: bundles, and what there is to do for a tile."""
+"""What the roles of the Hopper backward share beyond ``kernels/backward_work.py``."""
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Int32
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, q_blocks
-from jax_fa.config import BwdConfig, KernelKey
-from jax_fa.kernels import edges, primitives, tiles
-from jax_fa.kernels.sm90 import bwd_rows
-from jax_fa.kernels.sm90.fwd_work import NO_SEGMENT
+from jax_fa.config import HopperBackward, KernelKey
+from jax_fa.kernels import backward_rows, edges, primitives, tiles
+from jax_fa.kernels.backward_work import Scalars
 from jax_fa.kernels.sm90.plan import ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES
-
-ROUNDS_PER_BAND = 2
-"""Tiles that a CTA gets of a band of heads, about."""
 
 
 class Variant(NamedTuple):
     """What is fixed at compile time."""
 
     key: KernelKey
-    config: BwdConfig
+    config: HopperBackward
     plan: edges.Plan
 
     @property
@@ -116,30 +110,12 @@ class Smem(NamedTuple):
     segment_rows: cute.Tensor  # (2,) first query, and last + 1, of the tile's segments
 
 
-class Scalars(NamedTuple):
-    """Run-time values that every tile shares."""
-
-    keys: tiles.Sequences  # with queries and keys exchanged: tiles are cut from keys here
-    q_offset: cute.Pointer
-    q_segments: cute.Pointer
-    kv_segments: cute.Pointer
-    window_left: Int32
-    window_right: Int32
-    bottom_right: Int32
-    group: Int32
-    splits: Int32
-    scale: Float32
-    score_log2: Float32  # factor of a score, capped or not, that makes it a logit in base 2
-    cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
-    deterministic: Int32
-
-
 class Context(NamedTuple):
     """What both roles work with."""
 
     tma: Tma
     arrays: Arrays
-    scratch: bwd_rows.Scratch
+    scratch: backward_rows.Scratch
     scalars: Scalars
     order: tiles.Order
     smem: Smem
@@ -158,7 +134,7 @@ class Consumer(NamedTuple):
     """What one consumer warpgroup works with, beside its pipes.
 
     Comments give the shapes where consumers own 64 keys each; where they own columns, see
-    ``BwdConfig.splits_keys``.
+    ``HopperBackward.splits_keys``.
     """
 
     s_mma: cute.TiledMma  # 64 keys x block_q, both operands in smem
@@ -185,203 +161,3 @@ class Consumer(NamedTuple):
     first_query: Int32  # of this consumer's scores in the block
     index: Int32
     thread: Int32
-
-
-class Work(NamedTuple):
-    """A tile, with all that follows from it.
-
-    Attributes:
-        tile: ``q_block`` counts key blocks of the sequence here.
-        window: the band of the sequence.
-        blocks: its query blocks.
-        is_partial: it has keys beyond the sequence.
-        kv_start: first key of the sequence in the array.
-        kv_slot: keys of the sequence that are written.
-        q_start: first query of the sequence in the array.
-        scratch_row: first row of the sequence in ``Scratch``.
-        first_head: its first query head.
-        num_heads: its query heads.
-        num_steps: query blocks of all its heads.
-    """
-
-    tile: tiles.Tile
-    window: Window
-    blocks: Blocks
-    is_partial: Boolean
-    kv_start: Int32
-    kv_slot: Int32
-    q_start: Int32
-    scratch_row: Int32
-    first_head: Int32
-    num_heads: Int32
-    num_steps: Int32
-
-
-class Step(NamedTuple):
-    """Where in a tile's work a consumer is.
-
-    Attributes:
-        q_block: query block.
-        head: query head.
-        parity: which of the two dS buffers.
-    """
-
-    q_block: Int32
-    head: Int32
-    parity: Int32
-
-
-@cute.jit
-def tile_at(variant: cutlass.Constexpr, x: Context, slot: Int32) -> tiles.Tile:
-    """The tile at a position of this CTA's list.
-
-    The first key block comes first: with a causal mask it has the most queries, and it waits for
-    no other in a deterministic run (``keep_turns``).
-    """
-    tile = tiles.row_order(x.order, slot)
-    if const_expr(variant.key.mask == "causal"):
-        tile = tiles.longest_first(x.order, slot)
-    if const_expr(variant.is_general):
-        tile = tiles.one_per_cta(x.order, slot)
-    return tile._replace(q_block=x.order.num_q_blocks - 1 - tile.q_block)
-
-
-def band_of(variant: Variant, x: Context, tile: tiles.Tile) -> tuple:
-    """(tile, its span, window, query blocks); the span has queries and keys exchanged."""
-    config, scalars = variant.config, x.scalars
-    keys, zero = scalars.keys, Int32(0)
-    left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
-    span = tiles.Span(tile.batch, zero, zero, keys.q_len, keys.q_len, keys.kv_len, zero, zero)
-    if const_expr(variant.is_general):
-        span = tiles.locate(keys, tile, config.block_kv)
-        tile = tile._replace(q_block=span.first_row // config.block_kv)
-        left, right = scalars.window_left, scalars.window_right
-    q_len, kv_len = span.kv_len, span.q_len
-    aligned = Band(alignment="bottom_right").shift(q_len, kv_len)
-    shift = tiles.element_or(scalars.q_offset, span.sequence, zero)
-    window = Window(shift + scalars.bottom_right * aligned, left, right, q_len, kv_len)
-    blocks = q_blocks(
-        window,
-        tile.q_block * config.block_kv,
-        config.block_kv,
-        config.block_q,
-        minimum=cutlass.min,
-        maximum=cutlass.max,
-    )
-    return tile, span, window, blocks
-
-
-@cute.jit
-def work_on(variant: cutlass.Constexpr, x: Context, tile: tiles.Tile) -> Work:
-    """What there is to do for ``tile``. Called by whole warps."""
-    config, scalars = variant.config, x.scalars
-    tile, span, window, blocks = band_of(variant, x, tile)
-    first_key = tile.q_block * config.block_kv
-    zero = Int32(0)
-    if first_key >= window.kv_len:
-        blocks = Blocks(zero, zero, zero, zero)
-    if const_expr(variant.is_general):
-        if tiles.is_present(scalars.q_segments):
-            start, end = blocks.start, blocks.end
-            if scalars.deterministic == 0:
-                # Turns are counted by the band, so a deterministic run visits all of it.
-                start = cutlass.max(start, x.smem.segment_rows[0] // config.block_q)
-                end = cutlass.min(end, ceil_div(x.smem.segment_rows[1], config.block_q))
-            blocks = Blocks(start, start, start, cutlass.max(start, end))
-    per_part = ceil_div(scalars.group, scalars.splits)
-    first = tile.q_head % scalars.splits * per_part
-    num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)
-    q_start = span.kv_start
-    return Work(
-        tile,
-        window,
-        blocks,
-        first_key + config.block_kv > window.kv_len,
-        span.q_start,
-        span.q_slot,
-        q_start,
-        bwd_rows.first_row(
-            config.block_q, span.sequence, q_start + tile.batch * scalars.keys.kv_len
-        ),
-        tile.kv_head * scalars.group + first,
-        num_heads,
-        num_heads * (blocks.end - blocks.start),
-    )
-
-
-@cute.jit
-def find_segment_rows(variant: cutlass.Constexpr, x: Context) -> None:
-    """Narrows the tile's queries to those whose segment lies in the range of its keys' segments.
-
-    All threads of the CTA share the scan; the result goes to ``smem.segment_rows``.
-    """
-    scalars, config = x.scalars, variant.config
-    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-    tile, span, window, blocks = band_of(variant, x, tile_at(variant, x, Int32(0)))
-    lowest, highest = Int32(NO_SEGMENT), Int32(-NO_SEGMENT - 1)
-    base = tile.batch * scalars.keys.q_len + span.q_start
-    for i in cutlass.range_constexpr(config.block_kv // edges.WARP):
-        key = tile.q_block * config.block_kv + lane + i * edges.WARP
-        present = cutlass.max(cutlass.min(key, window.kv_len - 1), 0)
-        if window.kv_len > 0:
-            segment = tiles.element(scalars.kv_segments, base + present)
-            lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
-    lowest = cute.arch.warp_redux_sync(lowest, "min")
-    highest = cute.arch.warp_redux_sync(highest, "max")
-    first, end = Int32(UNBOUNDED), Int32(0)
-    base = tile.batch * scalars.keys.kv_len + span.kv_start
-    begin = blocks.start * config.block_q + thread
-    beyond = cutlass.min(blocks.end * config.block_q, window.q_len)
-    for row in cutlass.range(begin, beyond, variant.plan.threads, unroll=8):
-        segment = tiles.element(scalars.q_segments, base + row)
-        if (segment >= lowest) & (segment <= highest):
-            first, end = cutlass.min(first, row), row + 1
-    first = cute.arch.warp_redux_sync(first, "min")
-    end = cute.arch.warp_redux_sync(end, "max")
-    if lane == 0:
-        cute.arch.atomic_min(x.smem.segment_rows.iterator, first, scope="cta")
-        cute.arch.atomic_max(x.smem.segment_rows.iterator + 1, end, scope="cta")
-
-
-def first_step(work: Work, parity: Int32) -> Step:
-    """Where a tile begins: at its last query block."""
-    return Step(work.blocks.end - 1, work.first_head, parity)
-
-
-@cute.jit
-def following(work: Work, at: Step) -> Step:
-    """The step after ``at``: the next head, or the query block before."""
-    head = at.head + 1
-    is_last = head == work.first_head + work.num_heads
-    return Step(
-        at.q_block - 1 if is_last else at.q_block,
-        work.first_head if is_last else head,
-        1 - at.parity,
-    )
-
-
-def exchanged(sequences: tiles.Sequences) -> tiles.Sequences:
-    """``sequences`` with queries for keys and keys for queries."""
-    return tiles.Sequences(
-        sequences.kv_lengths,
-        sequences.q_lengths,
-        sequences.cu_seqlens_k,
-        sequences.cu_seqlens_q,
-        sequences.q_offset,
-        sequences.num_sequences,
-        sequences.kv_len,
-        sequences.q_len,
-    )
-
-
-def bytes_per_head(variant: Variant, extents: tuple, num_sms: Int32) -> Int32:
-    """Queries, dO and dQ sums of one key/value head, as the work order counts them.
-
-    Capped so that a band of heads gives a CTA up to ``ROUNDS_PER_BAND`` tiles: two tiles of
-    unequal length balance each other, one cannot.
-    """
-    key = variant.key
-    q_len, group, num_kv_blocks = extents
-    size_bytes = q_len * group * (2 * (key.head_dim + key.value_dim) + 4 * key.head_dim)
-    heads = cutlass.max(ROUNDS_PER_BAND * num_sms // num_kv_blocks, 1)
-    return cutlass.min(size_bytes, tiles.L2_BUDGET_BYTES // heads)

@@ -14,30 +14,27 @@ cores (Shah et al., arXiv:2407.08608). Roles, edges and memory: ``plan.py``. Con
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from jax_fa.band import UNBOUNDED, ceil_div, key_range
-from jax_fa.config import FwdConfig, KernelKey
-from jax_fa.kernels import abi, edges, primitives, softmax, tiles
-from jax_fa.kernels.sm90.fwd_work import (
+from jax_fa.band import UNBOUNDED, key_range
+from jax_fa.config import HopperForward, KernelKey
+from jax_fa.kernels import edges, host, primitives, softmax, tiles
+from jax_fa.kernels.forward_work import (
     Arrays,
-    Context,
-    Pipes,
     Scalars,
-    Smem,
     Tma,
     Variant,
     Work,
     find_segment_keys,
-    make_layouts,
+    load_partial_v,
     tile_at,
     work_on,
 )
+from jax_fa.kernels.sm90.fwd_work import Context, Layouts, Pipes, Smem, make_layouts
 from jax_fa.kernels.sm90.plan import ROWS, forward_plan
 
 
@@ -152,36 +149,6 @@ def load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot: Any, phase: 
             load_partial_v(variant, x, copied, used, slot, phase)
             phase = phase ^ 1
     return phase
-
-
-@cute.jit
-def load_partial_v(
-    variant: cutlass.Constexpr, x: Context, copied: tuple, used: Int32, slot: Any, phase: Int32
-) -> None:
-    """One block of values, of which only the first ``used`` rows are the sequence's.
-
-    The others become zero: P is 0 for absent keys, but 0 * NaN is not. The detour over a barrier of
-    its own is taken for the newest block of a tile at most.
-    """
-    block_kv, words = variant.config.block_kv, variant.key.value_dim // 2
-    size_bytes = variant.plan.edge("v").stage_bytes
-    source, target = copied
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
-    cute.copy(x.tma.v, source, target, tma_bar_ptr=x.smem.scrub)
-    cute.arch.mbarrier_wait(x.smem.scrub, phase)
-    pairs = cute.recast_tensor(x.smem.v[None, None, slot.index], Int32)
-    lane = cute.arch.lane_idx()
-    for row in cutlass.range(cutlass.max(used, 0), block_kv, unroll=1):
-        for i in cutlass.range_constexpr(ceil_div(words, edges.WARP)):
-            if lane + i * edges.WARP < words:
-                pairs[row, lane + i * edges.WARP] = Int32(0)
-    # HAZARD: wgmma reads through the async proxy what these lanes wrote through the generic one,
-    # and TMA must have finished before they wrote.
-    cute.arch.fence_view_async_shared()
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        primitives.complete_tx(slot.barrier, size_bytes)
 
 
 @cute.jit
@@ -577,133 +544,21 @@ def kernel(
         attend(variant, x, Pipes(q_out, k_out, v_out))
 
 
-def dense(pointer: cute.Pointer, heads: tuple, width: int) -> cute.Tensor:
-    """A dense [batch, length, heads, width] array as (length, width, heads, batch)."""
-    batch, length, num_heads = heads
-    row = num_heads.to(Int64) * width
-    return cute.make_tensor(
-        pointer,
-        cute.make_layout((length, width, num_heads, batch), stride=(row, 1, width, row * length)),
+def make_entry(key: KernelKey, config: HopperForward) -> tuple[Callable, tuple]:
+    """The flat host entry of one variant, and the stand-in arguments it is compiled with."""
+    return host.forward_entry(Variant(key, config, forward_plan(key, config)), launch)
+
+
+@cute.jit
+def launch(variant: cutlass.Constexpr, call: host.ForwardCall) -> None:
+    """Describes the arrays to TMA and launches the kernel."""
+    layouts, one = make_layouts(variant), (None, None, 0)
+    copied = Layouts(*[cute.slice_(layout, one) for layout in layouts[:3]], out=layouts.out)
+    tma, arrays = host.forward_arrays(variant, call, copied)
+    order, num_ctas = host.forward_order(variant, call)
+    kernel(variant, tma, arrays, call.scalars, order).launch(
+        grid=(num_ctas, 1, 1),
+        block=(variant.plan.threads, 1, 1),
+        stream=call.stream,
+        min_blocks_per_mp=1,
     )
-
-
-def make_entry(key: KernelKey, config: FwdConfig) -> tuple[Callable, tuple]:
-    """The flat host entry of one variant, and the stand-in arguments it is compiled with.
-
-    The entry's parameters are those of ``abi.FORWARD``.
-    """
-    variant = Variant(key, config, forward_plan(key, config))
-
-    @cute.jit
-    def forward(  # noqa: ANN202, PLR0913 - the flat list of abi.FORWARD
-        q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        out: cute.Pointer,
-        lse: cute.Pointer,
-        q_lengths: cute.Pointer,
-        kv_lengths: cute.Pointer,
-        cu_seqlens_q: cute.Pointer,
-        cu_seqlens_k: cute.Pointer,
-        q_segments: cute.Pointer,
-        kv_segments: cute.Pointer,
-        q_offset: cute.Pointer,
-        sinks: cute.Pointer,
-        batch: Int32,
-        num_sequences: Int32,
-        q_len: Int32,
-        kv_len: Int32,
-        num_q_heads: Int32,
-        num_kv_heads: Int32,
-        scale: Float32,
-        soft_cap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        bottom_right: Int32,
-        num_sms: Int32,
-        stream: cuda.CUstream,
-    ):
-        layouts = make_layouts(variant)
-        queries, keys = (batch, q_len, num_q_heads), (batch, kv_len, num_kv_heads)
-        gOut = dense(out, queries, key.value_dim)
-        one = (None, None, 0)
-        tma_q, mQ = primitives.tma_load(
-            dense(q, queries, key.head_dim),
-            cute.slice_(layouts.q, one),
-            (ROWS, key.head_dim),
-        )
-        tma_k, mK = primitives.tma_load(
-            dense(k, keys, key.head_dim),
-            cute.slice_(layouts.k, one),
-            (config.block_kv, key.head_dim),
-        )
-        tma_v, mV = primitives.tma_load(
-            dense(v, keys, key.value_dim),
-            cute.slice_(layouts.v, one),
-            (config.block_kv, key.value_dim),
-        )
-        tma_out, mOut = primitives.tma_store(gOut, layouts.out, (ROWS, key.value_dim))
-        lse_row = num_q_heads.to(Int64)
-        mLse = cute.make_tensor(
-            lse,
-            cute.make_layout((q_len, num_q_heads, batch), stride=(lse_row, 1, lse_row * q_len)),
-        )
-        num_q_blocks = cute.ceil_div(q_len, config.block_q)
-        if const_expr(variant.is_general):
-            if tiles.is_present(cu_seqlens_q):
-                # Each sequence, and what lies behind the last, may end in a partly filled block.
-                num_q_blocks = q_len // config.block_q + num_sequences + 1
-        order = tiles.make_order(
-            batch * num_q_heads,
-            num_q_heads,
-            num_q_heads // num_kv_heads,
-            num_q_blocks,
-            kv_len * (2 * (key.head_dim + key.value_dim)) // (num_q_heads // num_kv_heads),
-            num_sms,
-        )
-        score_scale = scale
-        if const_expr(key.has_soft_cap):
-            score_scale = soft_cap
-        sequences = tiles.Sequences(
-            q_lengths,
-            kv_lengths,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            q_offset,
-            num_sequences,
-            q_len,
-            kv_len,
-        )
-        scalars = Scalars(
-            sequences,
-            window_left,
-            window_right,
-            bottom_right,
-            scale / soft_cap * (2.0 * softmax.LOG2_E),
-            score_scale * softmax.LOG2_E,
-            sinks,
-            q_segments,
-            kv_segments,
-        )
-        num_tiles = order.num_heads * num_q_blocks
-        num_ctas = num_tiles
-        if const_expr(config.is_persistent):
-            num_ctas = cutlass.min(num_sms, num_tiles)
-        if const_expr(variant.is_general):
-            if tiles.is_present(q_segments):
-                num_ctas = num_tiles
-        kernel(
-            variant,
-            Tma(tma_q, tma_k, tma_v, tma_out),
-            Arrays(mQ, mK, mV, mOut, gOut, mLse),
-            scalars,
-            order,
-        ).launch(
-            grid=(num_ctas, 1, 1),
-            block=(variant.plan.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
-    element = dict.fromkeys(("q", "k", "v", "out"), variant.dtype)
-    return forward, primitives.stand_ins(abi.FORWARD, {**element, "lse": Float32, "sinks": Float32})

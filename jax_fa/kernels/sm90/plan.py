@@ -6,7 +6,7 @@ and the softmax between them. Keys and values arrive in two rings, newest block 
 
 from __future__ import annotations
 
-from jax_fa.config import FwdConfig, KernelKey
+from jax_fa.config import HopperForward, KernelKey
 from jax_fa.kernels.edges import (
     WARPGROUP,
     Buffer,
@@ -24,7 +24,7 @@ ROWS = 64
 """Query rows of a consumer warpgroup: the M of one wgmma."""
 
 
-def forward_plan(key: KernelKey, config: FwdConfig) -> Plan:
+def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     """The checked plan of the forward kernel for ``key`` under ``config``."""
     consumers = config.num_consumers
     q_bytes = config.block_q * key.head_dim * ELEMENT_BYTES
@@ -69,10 +69,10 @@ def forward_plan(key: KernelKey, config: FwdConfig) -> Plan:
 
 def main() -> None:
     """Prints the ledger of the default bfloat16 D = 128 kernel."""
-    from jax_fa.config import choose_forward
+    from jax_fa.config import hopper_forward
 
     key = KernelKey("sm_90a", "bfloat16", 128, 128, "causal")
-    print(ledger(forward_plan(key, choose_forward(key))))  # noqa: T201
+    print(ledger(forward_plan(key, hopper_forward(key))))  # noqa: T201
 
 
 if __name__ == "__main__":

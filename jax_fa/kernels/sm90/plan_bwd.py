@@ -5,13 +5,14 @@ registers while queries pass by. Scores are computed transposed, keys by queries
 leave the accumulators in the order in which dV += P^T dO and dK += dS^T Q want their A operand;
 only dQ = dS K, which sums over the keys of all consumers, needs dS in shared memory.
 
-Where dK and dV of 64 keys do not fit the registers of one warpgroup (``BwdConfig.splits_keys``),
-the consumers work on the same 64 keys and share out the columns instead.
+Where dK and dV of 64 keys do not fit the registers of one warpgroup
+(``HopperBackward.splits_keys``), the consumers work on the same 64 keys and share out the columns
+instead.
 """
 
 from __future__ import annotations
 
-from jax_fa.config import BwdConfig, KernelKey
+from jax_fa.config import HopperBackward, KernelKey
 from jax_fa.kernels.edges import (
     WARP,
     WARPGROUP,
@@ -31,7 +32,7 @@ DS_STAGES = 2
 retired, so with two buffers dS may be written without asking."""
 
 
-def backward_plan(key: KernelKey, config: BwdConfig) -> Plan:
+def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
     """The checked plan of the backward kernel for ``key`` under ``config``."""
     consumers = config.num_consumers
     k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES

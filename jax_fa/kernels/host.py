@@ -1,0 +1,299 @@
+"""The flat host entries, which are the same for all architectures, and what they are made of.
+
+An entry's parameters are those of ``abi.FORWARD`` or ``abi.BACKWARD``, one by one: the exporter
+makes a C function of it. It packs them into a ``ForwardCall`` or ``BackwardCall`` and leaves the
+rest to the architecture's ``launch``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from jax_fa.kernels import abi, backward_rows, backward_work, primitives, softmax, tiles
+from jax_fa.kernels.backward_rows import dense, dense_stats
+from jax_fa.kernels.forward_work import Arrays, Scalars, Tma
+
+
+class ForwardCall(NamedTuple):
+    """Arguments of a forward.
+
+    Attributes:
+        q: [B, T, N, D].
+        k: [B, S, K, D].
+        v: [B, S, K, Dv].
+        out: [B, T, N, Dv].
+        lse: [B, T, N].
+        queries: (B, T, N).
+        keys: (B, S, K).
+        scalars: what every tile shares.
+        num_sms: multiprocessors of the device.
+        stream: to launch on.
+    """
+
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    out: cute.Pointer
+    lse: cute.Pointer
+    queries: tuple[Int32, Int32, Int32]
+    keys: tuple[Int32, Int32, Int32]
+    scalars: Scalars
+    num_sms: Int32
+    stream: cuda.CUstream
+
+
+class BackwardCall(NamedTuple):
+    """Arguments of the main kernel of a backward.
+
+    Attributes:
+        q: [B, T, N, D].
+        k: [B, S, K, D].
+        v: [B, S, K, Dv].
+        dout: [B, T, N, Dv].
+        dk: [B, S, K, D].
+        dv: [B, S, K, Dv].
+        queries: (B, T, N).
+        keys: (B, S, K).
+        scratch: sums and statistics by row.
+        scalars: what every tile shares.
+        num_sms: multiprocessors of the device.
+        stream: to launch on.
+    """
+
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    dout: cute.Pointer
+    dk: cute.Pointer
+    dv: cute.Pointer
+    queries: tuple[Int32, Int32, Int32]
+    keys: tuple[Int32, Int32, Int32]
+    scratch: backward_rows.Scratch
+    scalars: backward_work.Scalars
+    num_sms: Int32
+    stream: cuda.CUstream
+
+
+def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> tuple[Tma, Arrays]:
+    """The arrays as TMA and as threads see them.
+
+    ``layouts`` has a field q, k, v and out each: the shared memory layout of what one TMA
+    instruction copies.
+    """
+    key = variant.key
+    gOut = dense(call.out, call.queries, key.value_dim)
+    loads = {
+        "q": dense(call.q, call.queries, key.head_dim),
+        "k": dense(call.k, call.keys, key.head_dim),
+        "v": dense(call.v, call.keys, key.value_dim),
+    }
+    atoms: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, array in loads.items():
+        layout = getattr(layouts, name)
+        shape = cute.product_each(layout.outer.shape)
+        atoms[name], arrays[name] = primitives.tma_load(array, layout, shape)
+    out_shape = cute.product_each(layouts.out.outer.shape)
+    atoms["out"], arrays["out"] = primitives.tma_store(gOut, layouts.out, out_shape)
+    lse = dense_stats(call.lse, call.queries)
+    return Tma(**atoms), Arrays(**arrays, out_rows=gOut, lse=lse)
+
+
+@cute.jit
+def forward_order(variant: cutlass.Constexpr, call: ForwardCall) -> tuple:
+    """(work order, CTAs to launch)."""
+    key, config = variant.key, variant.config
+    (batch, q_len, num_q_heads), (_, kv_len, num_kv_heads) = call.queries, call.keys
+    num_q_blocks = cute.ceil_div(q_len, config.block_q)
+    if const_expr(variant.is_general):
+        if tiles.is_present(call.scalars.sequences.cu_seqlens_q):
+            # Each sequence, and what lies behind the last, may end in a partly filled block.
+            num_q_blocks = q_len // config.block_q + call.scalars.sequences.num_sequences + 1
+    group = num_q_heads // num_kv_heads
+    kv_bytes = kv_len * (2 * (key.head_dim + key.value_dim)) // group
+    order = tiles.make_order(
+        batch * num_q_heads, num_q_heads, group, num_q_blocks, kv_bytes, call.num_sms
+    )
+    num_tiles = order.num_heads * num_q_blocks
+    num_ctas = num_tiles
+    if const_expr(config.is_persistent):
+        num_ctas = cutlass.min(call.num_sms, num_tiles)
+    if const_expr(variant.is_general):
+        if tiles.is_present(call.scalars.q_segments):
+            num_ctas = num_tiles
+    return order, num_ctas
+
+
+def forward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:
+    """The flat host entry of a forward, and the stand-in arguments it is compiled with.
+
+    ``launch(variant, call)``, of the architecture, launches the kernel.
+    """
+    key = variant.key
+
+    @cute.jit
+    def forward(
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        q_lengths: cute.Pointer,
+        kv_lengths: cute.Pointer,
+        cu_seqlens_q: cute.Pointer,
+        cu_seqlens_k: cute.Pointer,
+        q_segments: cute.Pointer,
+        kv_segments: cute.Pointer,
+        q_offset: cute.Pointer,
+        sinks: cute.Pointer,
+        batch: Int32,
+        num_sequences: Int32,
+        q_len: Int32,
+        kv_len: Int32,
+        num_q_heads: Int32,
+        num_kv_heads: Int32,
+        scale: Float32,
+        soft_cap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        bottom_right: Int32,
+        num_sms: Int32,
+        stream: cuda.CUstream,
+    ):
+        sequences = tiles.Sequences(
+            q_lengths,
+            kv_lengths,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            q_offset,
+            num_sequences,
+            q_len,
+            kv_len,
+        )
+        scalars = Scalars(
+            sequences,
+            window_left,
+            window_right,
+            bottom_right,
+            cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),
+            scale_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
+            sinks=sinks,
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+        )
+        queries, keys = (batch, q_len, num_q_heads), (batch, kv_len, num_kv_heads)
+        launch(variant, ForwardCall(q, k, v, out, lse, queries, keys, scalars, num_sms, stream))
+
+    element = dict.fromkeys(("q", "k", "v", "out"), variant.dtype)
+    return forward, primitives.stand_ins(abi.FORWARD, {**element, "lse": Float32, "sinks": Float32})
+
+
+def backward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:
+    """The flat host entry of a backward, and the stand-in arguments it is compiled with.
+
+    ``launch(variant, call)``, of the architecture, launches the main kernel; the passes over rows
+    around it are ``backward_rows``.
+    """
+    key = variant.key
+
+    @cute.jit
+    def backward(
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        dout: cute.Pointer,
+        dlse: cute.Pointer,
+        dq: cute.Pointer,
+        dk: cute.Pointer,
+        dv: cute.Pointer,
+        dsinks: cute.Pointer,
+        dq_sum: cute.Pointer,
+        row_stats: cute.Pointer,
+        dkv_sums: cute.Pointer,
+        turns: cute.Pointer,
+        q_lengths: cute.Pointer,
+        kv_lengths: cute.Pointer,
+        cu_seqlens_q: cute.Pointer,
+        cu_seqlens_k: cute.Pointer,
+        q_segments: cute.Pointer,
+        kv_segments: cute.Pointer,
+        q_offset: cute.Pointer,
+        sinks: cute.Pointer,
+        batch: Int32,
+        num_sequences: Int32,
+        q_len: Int32,
+        kv_len: Int32,
+        num_q_heads: Int32,
+        num_kv_heads: Int32,
+        scale: Float32,
+        soft_cap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        bottom_right: Int32,
+        num_sms: Int32,
+        deterministic: Int32,
+        stream: cuda.CUstream,
+    ):
+        queries, keys = (batch, q_len, num_q_heads), (batch, kv_len, num_kv_heads)
+        sequences = tiles.Sequences(
+            q_lengths,
+            kv_lengths,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            q_offset,
+            num_sequences,
+            q_len,
+            kv_len,
+        )
+        rows = backward_rows.Rows(
+            out=dense(out, queries, key.value_dim),
+            dout=dense(dout, queries, key.value_dim),
+            dq=dense(dq, queries, key.head_dim),
+            lse=dense_stats(lse, queries),
+            dlse=dense_stats(dlse, queries),
+            sinks=sinks,
+            dsinks=dsinks,
+            sequences=sequences,
+            deterministic=deterministic,
+        )
+        scratch = backward_rows.make_scratch(
+            (dq_sum, row_stats, dkv_sums, turns),
+            (batch, num_sequences, q_len, num_q_heads),
+            key.head_dim,
+        )
+        num_tiles = abi.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
+        group = num_q_heads // num_kv_heads
+        scalars = backward_work.Scalars(
+            keys=backward_work.exchanged(sequences),
+            q_offset=q_offset,
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            window_left=window_left,
+            window_right=window_right,
+            bottom_right=bottom_right,
+            group=group,
+            splits=abi.head_splits(num_tiles, group, minimum=cutlass.min, maximum=cutlass.max),
+            scale=scale,
+            score_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
+            cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),
+            deterministic=deterministic,
+        )
+        backward_rows.prepare(variant, rows, scratch, stream)
+        launch(
+            variant,
+            BackwardCall(q, k, v, dout, dk, dv, queries, keys, scratch, scalars, num_sms, stream),
+        )
+        backward_rows.finish(variant, rows, scratch, scale, stream)
+        gradients = dense(dk, keys, key.head_dim), dense(dv, keys, key.value_dim)
+        backward_rows.merge(gradients, dkv_sums, scalars.splits, stream)
+
+    wide = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+    floats = ("lse", "dlse", "sinks", "dsinks", "dq_sum", "row_stats", "dkv_sums")
+    element = {**dict.fromkeys(floats, Float32), **dict.fromkeys(wide, variant.dtype)}
+    return backward, primitives.stand_ins(abi.BACKWARD, element)
