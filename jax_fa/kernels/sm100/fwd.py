@@ -7,9 +7,10 @@
     correct                                [O0]     [O1]                      ... out0 out1
     store                                                                         ... out0 out1
 
-The tensor core multiplies for one query tile while the softmax of the other is computed. Host
-entry, memory, dispatch of roles; the roles are in ``fwd_roles.py``, roles, edges and memory as data
-in ``plan.py``. Conventions: ``jax_fa/problem.py``.
+The tensor core multiplies for one query tile while the softmax of the other is computed. Here are
+host entry, memory and the dispatch of roles; the roles are in ``fwd_roles.py`` and
+``fwd_softmax.py``; roles, edges and memory as data in ``plan.py``. Conventions:
+``jax_fa/problem.py``.
 """
 
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from jax_fa.config import BlackwellForward, KernelKey
 from jax_fa.kernels import edges, host, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, find_segment_keys
 from jax_fa.kernels.sm100 import fwd_roles as roles
+from jax_fa.kernels.sm100 import fwd_softmax
 from jax_fa.kernels.sm100.fwd_roles import Context, Smem
 from jax_fa.kernels.sm100.plan import BLOCK_KV, Q_TILES, ROWS, TILE_EDGES, forward_plan
 
@@ -153,15 +155,17 @@ def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple
     if warp < plan.role("correct").warps.start:
         cute.arch.setmaxregister_increase(plan.role("softmax0").registers)
         if warp < plan.role("softmax1").warps.start:
-            ends = roles.SoftmaxPipes(s0[1], p0[0], p_rest0[0], stats0[0])
-            roles.attend(variant, x, 0, ends)
+            ends = fwd_softmax.SoftmaxPipes(s0[1], p0[0], p_rest0[0], stats0[0])
+            fwd_softmax.attend(variant, x, 0, ends)
         else:
-            ends = roles.SoftmaxPipes(s1[1], p1[0], p_rest1[0], stats1[0])
-            roles.attend(variant, x, 1, ends)
+            ends = fwd_softmax.SoftmaxPipes(s1[1], p1[0], p_rest1[0], stats1[0])
+            fwd_softmax.attend(variant, x, 1, ends)
     elif warp < plan.role("mma").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("correct").registers)
-        ends = roles.CorrectPipes((stats0[1], stats1[1]), (scaled0[0], scaled1[0]), o[1], out[0])
-        roles.correct(variant, x, ends)
+        ends = fwd_softmax.CorrectPipes(
+            (stats0[1], stats1[1]), (scaled0[0], scaled1[0]), o[1], out[0]
+        )
+        fwd_softmax.correct(variant, x, ends)
         # HAZARD: tensor memory is given back when nobody reads it any more; its last readers are
         # the four warps of this role.
         done = plan.barrier("correct")
