@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: attention on a GPU, jax_fa and cuDNN in turns in one run.
+"""``python -m benchmarks.gpu``: attention on a GPU, jax_fa and its peers in turns in one run.
 
 Prints a Markdown table with TFLOP/s and the share of a large matrix product measured in the same
 run, and whether the goals are met; writes all samples (gpu.json) and a plot (gpu.png). Inputs are
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +24,11 @@ from benchmarks.timing import GPU_PROTOCOL, Protocol, interleaved
 from benchmarks.workloads import Direction, Workload
 
 PEER = "cudnn"
-_RUNNERS: dict[str, Callable[[Workload, str, Direction], implementations.Runner]] = {
-    SUBJECT: implementations.RUNNERS[SUBJECT],
-    PEER: implementations.CUDNN,
-}
+"""The peer that goals are about."""
+PALLAS = "pallas"
+ANY_ORDER = "jax_fa any order"
+"""jax_fa without ``deterministic``."""
+PEERS = (PEER, PALLAS, ANY_ORDER)
 _MATMUL_SIZE = 8192
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "forward+backward")
 
@@ -40,6 +41,8 @@ _GOALS: dict[tuple[int, Direction], tuple[float, float]] = {
     (64, "forward+backward"): (1.20, 0.0),
 }
 _SHARE_OF_MATMUL_GOAL = 0.88
+_DETERMINISTIC_GOAL = 1.25
+_GROUPED_GOAL = 0.97
 
 
 def matmul_flops_per_second(protocol: Protocol) -> float:
@@ -53,35 +56,58 @@ def matmul_flops_per_second(protocol: Protocol) -> float:
     return 2 * _MATMUL_SIZE**3 / taken.median
 
 
+def _runners(
+    workload: Workload, dtype: str, direction: Direction
+) -> dict[str, implementations.Runner]:
+    """jax_fa and the peers that take ``workload``."""
+    made = {SUBJECT: implementations.jax_fa_runner(workload, dtype, direction)}
+    if workload.is_deterministic:
+        any_order = replace(workload, is_deterministic=False)
+        made[ANY_ORDER] = implementations.jax_fa_runner(any_order, dtype, direction)
+    elif workload.num_documents == 1:
+        made[PEER] = implementations.CUDNN(workload, dtype, direction)
+        if workload.window is None:
+            try:
+                made[PALLAS] = implementations.pallas_runner(workload, dtype, direction)
+            except (ValueError, NotImplementedError, ImportError) as error:
+                reason = str(error).partition("\n")[0]
+                print(f"{PALLAS} does not take {workload.name}: {reason}", file=sys.stderr)
+    return made
+
+
 def measure(
     workload: Workload, dtype: str, direction: Direction, protocol: Protocol
 ) -> list[Record]:
-    """Runs jax_fa and its peer in turns."""
-    runners = {name: make(workload, dtype, direction) for name, make in _RUNNERS.items()}
+    """Runs jax_fa and its peers in turns."""
+    runners = _runners(workload, dtype, direction)
     taken = interleaved(runners, protocol)
     return [Record(workload, dtype, direction, name, taken[name]) for name in runners]
 
 
-def speedup(group: dict[str, Record]) -> float:
-    """Speed of jax_fa relative to its peer."""
-    return group[SUBJECT].samples.speedup_over(group[PEER].samples)
+def speedup(group: dict[str, Record], peer: str = PEER) -> float:
+    """Speed of jax_fa relative to a peer."""
+    return group[SUBJECT].samples.speedup_over(group[peer].samples)
 
 
 def table(records: Iterable[Record], matmul: float) -> str:
     """One row per workload and direction."""
-    lines = [
-        f"| workload | direction | {SUBJECT} TFLOP/s | % of matmul | {PEER} TFLOP/s | ratio |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    heading = ["workload", "direction", f"{SUBJECT} ms", "TFLOP/s", "% of matmul"]
+    heading += [text for peer in PEERS for text in (f"{peer} TFLOP/s", "ratio")]
+    rows = [heading, ["---"] * 2 + ["---:"] * (len(heading) - 2)]
     for group in report.compared(records):
-        ours, peer = group[SUBJECT], group[PEER]
+        ours = group[SUBJECT]
         rate = 1e9 * ours.gflops_per_second
-        lines.append(
-            f"| {ours.workload.name} | {ours.direction} | {rate / 1e12:.0f} | "
-            f"{100 * rate / matmul:.0f} | {peer.gflops_per_second / 1e3:.0f} | "
-            f"{speedup(group):.2f} |"
-        )
-    return "\n".join(lines)
+        row = [ours.workload.name, ours.direction, f"{1e3 * ours.samples.median:.3f}"]
+        row += [f"{rate / 1e12:.0f}", f"{100 * rate / matmul:.0f}"]
+        for peer in PEERS:
+            there = group.get(peer)
+            row += (
+                [f"{there.gflops_per_second / 1e3:.0f}", f"{speedup(group, peer):.2f}"]
+                if there
+                else ["", ""]
+            )
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def goals(records: Sequence[Record], matmul: float) -> list[str]:
@@ -113,6 +139,40 @@ def goals(records: Sequence[Record], matmul: float) -> list[str]:
             share = 1e9 * ours.gflops_per_second / matmul
             verdict = "met" if share >= _SHARE_OF_MATMUL_GOAL else "MISSED"
             lines.append(f"{verdict}: {w.name}: {share:.2f} of matmul ({_SHARE_OF_MATMUL_GOAL})")
+    return lines + _relative_costs(records)
+
+
+def _relative_costs(records: Sequence[Record]) -> list[str]:
+    """What determinism, grouping, windows and packing cost."""
+    lines = []
+    ours = {(r.workload.name, r.direction): r for r in records if r.implementation == SUBJECT}
+    for group in report.compared(records):
+        record = group[SUBJECT]
+        workload, direction = record.workload, record.direction
+        if ANY_ORDER in group:
+            cost = 1 / speedup(group, ANY_ORDER)
+            verdict = "met" if cost <= _DETERMINISTIC_GOAL else "MISSED"
+            lines.append(
+                f"{verdict}: {workload.name}, {direction}: {cost:.2f} of the time without "
+                f"determinism ({_DETERMINISTIC_GOAL})"
+            )
+        alike = ours.get((workload.name.replace("gqa", "mha"), direction))
+        if workload.name.startswith("gqa") and alike:
+            ratio = alike.samples.median / record.samples.median
+            verdict = "met" if ratio >= _GROUPED_GOAL else "MISSED"
+            lines.append(
+                f"{verdict}: {workload.name}, {direction}: {ratio:.3f} times as fast as with as "
+                f"many key/value heads ({_GROUPED_GOAL})"
+            )
+        dense = ours.get((f"d128_causal_{workload.q_len}", direction))
+        if (workload.window or workload.num_documents > 1) and dense:
+            sequences = dense.workload.batch / workload.batch
+            time = record.samples.median / dense.samples.median * sequences
+            pairs = workload.visible_pairs() / dense.workload.visible_pairs()
+            lines.append(
+                f"{workload.name}, {direction}: {100 * time:.1f} % of the time without, for "
+                f"{100 * pairs:.1f} % of the visible pairs"
+            )
     return lines
 
 
@@ -137,7 +197,7 @@ def plot(records: Sequence[Record], matmul: float, path: Path) -> None:
                 [r.workload.q_len for r in line],
                 [r.gflops_per_second / 1e3 for r in line],
                 label=label,
-                color="C0" if label.startswith(SUBJECT) else "C1",
+                color=f"C{(SUBJECT, *PEERS).index(label.partition(',')[0])}",
                 linestyle="--" if "backward" in label else "-",
                 marker=".",
             )
@@ -158,8 +218,19 @@ def machine() -> dict[str, str]:
 
 
 def _selected(args: argparse.Namespace) -> list[Workload]:
-    every = (*workloads.GPU, *workloads.GPU_GROUPED, *workloads.GPU_WINDOWED)
+    every = (
+        *workloads.GPU,
+        *workloads.GPU_GROUPED,
+        *workloads.GPU_WINDOWED,
+        *workloads.GPU_PACKED,
+        *workloads.GPU_DETERMINISTIC,
+    )
     return [w for w in every if w.name.startswith(tuple(args.only) or "")]
+
+
+def _directions(workload: Workload, asked: Sequence[Direction]) -> list[Direction]:
+    """The forward is deterministic anyway."""
+    return [d for d in asked if not (workload.is_deterministic and d == "forward")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,9 +249,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
     records: list[Record] = []
     for workload in _selected(args):
-        for direction in args.directions:
-            records += measure(workload, args.dtype, direction, protocol)
-            print(table(records[-2:], matmul).splitlines()[-1], file=sys.stderr, flush=True)
+        for direction in _directions(workload, args.directions):
+            taken = measure(workload, args.dtype, direction, protocol)
+            records += taken
+            print(table(taken, matmul).splitlines()[-1], file=sys.stderr, flush=True)
     about["after the run"] = machine()["gpu"]
     args.output.mkdir(parents=True, exist_ok=True)
     report.write_json(records, about, args.output / "gpu.json")

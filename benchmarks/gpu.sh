@@ -18,4 +18,5 @@ python3 -m pip install --quiet --no-index --no-build-isolation --no-deps --targe
   --config-settings=cmake.define.JAX_FA_GPU_KERNELS="$kernels"
 export PYTHONPATH=$site:$PWD/tests:$PWD${PYTHONPATH:+:$PYTHONPATH}
 JAX_PLATFORMS=cuda,cpu python3 -m pytest -q -p no:cacheprovider tests/gpu
+python3 -m benchmarks.launch
 python3 -m benchmarks.gpu "$@"

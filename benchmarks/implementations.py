@@ -77,10 +77,46 @@ def torch_runner(workload: Workload, dtype: str, direction: Direction) -> Runner
     return forward_backward
 
 
+def jax_fa_runner(workload: Workload, dtype: str, direction: Direction) -> Runner:
+    """A runner of ``jax_fa.attention``."""
+    keywords: dict[str, Any] = {"deterministic": workload.is_deterministic}
+    if workload.num_documents > 1:
+        length = workload.q_len // workload.num_documents
+        ids = jnp.tile(jnp.arange(workload.q_len) // length, (workload.batch, 1))
+        keywords |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    return jax_runner(partial(jax_fa.attention, **keywords), workload, dtype, direction)
+
+
+def pallas_runner(workload: Workload, dtype: str, direction: Direction) -> Runner:
+    """A runner of JAX's Pallas attention for Hopper, in the block sizes of its own benchmark.
+
+    It does not scale logits, which costs nothing either way. Raises ValueError for what it does
+    not take.
+    """
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    backward: dict[str, Any] = {}
+    if direction != "forward":
+        backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    config = attention_mgpu.TuningConfig(
+        block_q=64,
+        block_kv=128 if workload.head_dim <= 128 else 64,
+        max_concurrent_steps=2,
+        causal=workload.is_causal,
+        **backward,
+    )
+
+    def attention(q: Any, k: Any, v: Any, is_causal: bool, local_window_size: Any) -> Any:
+        del is_causal, local_window_size
+        return attention_mgpu.attention(q, k, v, config)
+
+    return jax_runner(attention, workload, dtype, direction)
+
+
 CUDNN = partial(jax_runner, partial(jax.nn.dot_product_attention, implementation="cudnn"))
 
 RUNNERS: dict[str, Callable[[Workload, str, Direction], Runner]] = {
-    "jax_fa": partial(jax_runner, jax_fa.attention),
+    "jax_fa": jax_fa_runner,
     "jax.nn xla": partial(jax_runner, partial(jax.nn.dot_product_attention, implementation="xla")),
     "torch": torch_runner,
 }

@@ -28,6 +28,9 @@ class Workload:
         head_dim: D, and Dv.
         is_causal: no key beyond the diagonal, which starts at key 0.
         window: keys seen before and beyond the diagonal, or None.
+        num_documents: each sequence is that many documents of equal length, told apart by segment
+            ids; a query sees the keys of its own.
+        is_deterministic: gradients are the same bits in every run.
     """
 
     name: str
@@ -39,6 +42,8 @@ class Workload:
     head_dim: int
     is_causal: bool = True
     window: tuple[int, int] | None = None
+    num_documents: int = 1
+    is_deterministic: bool = False
 
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
         """Shapes of q, k, v and of the output's cotangent."""
@@ -48,12 +53,13 @@ class Workload:
 
     def visible_pairs(self) -> int:
         """Number of (query, key) pairs that are computed for one head of one sequence."""
-        diagonal = np.arange(self.q_len)
-        left, right = self.window or (self.q_len, self.kv_len)
+        q_len, kv_len = self.q_len // self.num_documents, self.kv_len // self.num_documents
+        diagonal = np.arange(q_len)
+        left, right = self.window or (q_len, kv_len)
         right = min(right, 0) if self.is_causal else right
         first = np.maximum(diagonal - left, 0)
-        end = np.minimum(diagonal + right + 1, self.kv_len)
-        return int(np.maximum(end - first, 0).sum())
+        end = np.minimum(diagonal + right + 1, kv_len)
+        return self.num_documents * int(np.maximum(end - first, 0).sum())
 
     def flops(self, direction: Direction) -> int:
         """Floating point operations of the products over visible pairs."""
@@ -85,7 +91,7 @@ CPU_SCALING = tuple(
 """Two heads, so that the T x S array of an unfused implementation fits at the longest length."""
 
 _GPU_TOKENS = 16384
-_HEADS = {128: (16, 16), 64: (32, 32)}
+_HEADS = {128: (16, 16), 64: (32, 32), 256: (8, 8)}
 """Query and key/value heads by head size: 2048 features, whatever the head size."""
 
 
@@ -100,6 +106,7 @@ def _gpu(
 GPU = tuple(
     _gpu(f"d{head_dim}", length, head_dim, heads, is_causal)
     for head_dim, heads in _HEADS.items()
+    if head_dim != 256
     for is_causal in (False, True)
     for length in _SCALING_LENGTHS
 )
@@ -117,3 +124,17 @@ GPU_WINDOWED = tuple(
     for length in _SCALING_LENGTHS[-3:]
 )
 """256 keys for each query: work should grow with the length, not with its square."""
+
+GPU_PACKED = tuple(
+    replace(_gpu(f"packed{number}", 16384, 128, (16, 16), True), num_documents=number)
+    for number in (2, 8, 32)
+)
+"""Documents in one sequence: work should be in proportion to the visible pairs."""
+
+GPU_DETERMINISTIC = tuple(
+    replace(_gpu(f"det_d{head_dim}", length, head_dim, heads, is_causal), is_deterministic=True)
+    for head_dim, heads in _HEADS.items()
+    for is_causal in (False, True)
+    for length in (1024, 4096, 16384)
+)
+"""What bitwise repeatable gradients cost."""

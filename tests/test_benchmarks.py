@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import cpu, implementations, memory, report, timing, workloads
+from benchmarks import cpu, implementations, launch, memory, report, timing, workloads
 from benchmarks.timing import Protocol, Samples
 from benchmarks.workloads import MAIN, Workload
 
@@ -23,6 +23,26 @@ def test_visible_pairs_are_those_of_the_mask(q_len, kv_len, is_causal, window):
         seen &= (distance <= window[0]) & (-distance <= window[1])
     workload = Workload("", 1, q_len, kv_len, 1, 1, 8, is_causal=is_causal, window=window)
     assert workload.visible_pairs() == seen.sum()
+
+
+def test_documents_see_themselves_alone():
+    whole = Workload("", 1, 64, 64, 1, 1, 8)
+    packed = replace(whole, num_documents=4)
+    assert packed.visible_pairs() == 4 * replace(whole, q_len=16, kv_len=16).visible_pairs()
+    out = implementations.jax_fa_runner(packed, "float32", "forward")()
+    alone = implementations.jax_fa_runner(whole, "float32", "forward")()
+    np.testing.assert_allclose(out[:, :16], alone[:, :16], atol=1e-6)
+    assert abs(out[:, 16:] - alone[:, 16:]).max() > 1e-3
+
+
+def test_start_up_and_calls_are_timed(capsys):
+    assert launch.main([]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split("|")[1].strip() for row in rows[2:]] == [
+        "empty call",
+        "attention",
+        "gradient",
+    ]
 
 
 def test_flops_count_two_products_forward_and_seven_with_the_backward():
