@@ -24,6 +24,15 @@ _WRITTEN = f"kernels are written for sm_90a, {', '.join(BLACKWELL)}"
 # keeps the exponentials from setting the pace together with the MMA.
 _POLYNOMIALS = {64: 12, 96: 8, 128: 6, 192: 4}
 """Of 32 exponentials, by head size D."""
+# Cycles that shared memory is busy for such a block, at 128 bytes a cycle: reading Q 2 D, K 2 D, V
+# 2 Dv, and D + Dv for TMA writing K and V, which two query tiles share. A pair of CTAs halves all
+# but the first. D = 64: 512 of 630, 96: 768 of 768, 128: 1024 of 1024, in a pair 640; 192/128: 1344
+# of 1280, in a pair 864. So pairs from D = 128 on. (Half of 96 columns is no whole panel of a
+# swizzle.) Only under a full mask: elsewhere the two CTAs of a pair see different keys, and both
+# would work on all that either sees. The price: 512 rows are worked on together, so the second CTA
+# of a head's last pair may have less to do than the first, and with up to 256 queries has nothing.
+_PAIRED_HEADS = (128, 192)
+"""Head sizes D whose kernels for the full mask work in pairs."""
 _FAST_EXPONENTIALS = ("sm_103f",)
 """Targets that exponentiate twice as fast as others, and use no polynomials."""
 _MOST_POLYNOMIALS = {"full": 12, "causal": 8, "general": 6}
@@ -132,12 +141,15 @@ class BlackwellForward:
         softmax_registers: per thread of the softmax roles, multiple of 8.
         correct_registers: per thread of the role correct, multiple of 8.
         other_registers: per thread of all others, multiple of 8.
+        ctas: that share their products; two on neighbouring query blocks keep one half of every
+            key and value block each.
     """
 
     polynomials: int
     softmax_registers: int
     correct_registers: int
     other_registers: int
+    ctas: int = 1
     block_q: int = 256
     block_kv: int = 128
     is_persistent: bool = True
@@ -202,7 +214,8 @@ def blackwell_forward(key: KernelKey) -> BlackwellForward:
     polynomials = min(_POLYNOMIALS[key.head_dim], _MOST_POLYNOMIALS[key.mask])
     if key.arch in _FAST_EXPONENTIALS:
         polynomials = 0
-    return BlackwellForward(polynomials, *_BLACKWELL_REGISTERS[key.mask])
+    ctas = 2 if key.mask == "full" and key.head_dim in _PAIRED_HEADS else 1
+    return BlackwellForward(polynomials, *_BLACKWELL_REGISTERS[key.mask], ctas)
 
 
 def choose_backward(key: KernelKey) -> HopperBackward:

@@ -19,7 +19,15 @@ from jax_fa.config import BLACKWELL, BLACKWELL_HEADS, KernelKey, choose_forward
 from jax_fa.emulator import Launch, Memory, emulate
 from jax_fa.emulator.ptx import parse
 from jax_fa.kernels import abi
-from jax_fa.kernels.edges import REGISTERS_PER_SM, PlanError, TmemRange, check, ledger
+from jax_fa.kernels.edges import (
+    REGISTERS_PER_SM,
+    Edge,
+    PlanError,
+    TmemRange,
+    arrivals,
+    check,
+    ledger,
+)
 from jax_fa.kernels.sm100 import plan
 from jax_fa.problem import Operands, Semantics
 
@@ -77,6 +85,61 @@ def test_a_plan_that_contradicts_itself_is_refused(change, complaint):
         check(replace(made, **change(made)))
 
 
+def pair_and_single():
+    """Plans of the same kernel for a pair of CTAs and for one."""
+    key = KernelKey("sm_100f", "bfloat16", 128, 128, "full")
+    config = choose_forward(key)
+    return plan.forward_plan(key, config), plan.forward_plan(key, replace(config, ctas=1))
+
+
+def test_full_masks_of_large_heads_are_worked_on_in_pairs():
+    paired = {(key.head_dim, key.mask) for key in KEYS if plan_for(key).ctas == 2}
+    assert paired == {(128, "full"), (192, "full")}
+    with pytest.raises(PlanError, match="causal mask"):
+        key = KernelKey("sm_100f", "bfloat16", 128, 128, "causal")
+        plan.forward_plan(key, replace(choose_forward(key), ctas=2))
+
+
+def test_a_cta_of_a_pair_loads_half_of_every_block_and_arrives_at_the_first():
+    pair, single = pair_and_single()
+    assert single.edge("kv").stage_bytes == 2 * pair.edge("kv").stage_bytes
+    assert pair.edge("kv").stages == 2 * single.edge("kv").stages
+    crossing = {edge.data for edge in pair.edges if pair.crosses(edge)}
+    tiles = {f"{data}{i}" for data in ("s", "p", "p_rest", "scaled") for i in (0, 1)}
+    assert crossing == {"q", "kv", "o", *tiles}
+    assert not any(single.crosses(edge) for edge in single.edges)
+    for edge in pair.edges:
+        counts = [[arrivals(p, p.edge(edge.data), "full") for p in (pair, single)]]
+        counts += [[arrivals(p, p.edge(edge.data), "empty") for p in (pair, single)]]
+        factor = 2 if edge.data in crossing and edge.kind == "threads" else 1
+        assert all(of_pair == factor * of_one for of_pair, of_one in counts), edge.data
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (lambda p: {"ctas": 3}, "not 3"),
+        (lambda p: {"ctas": 1}, "no pairs"),
+        (lambda p: {"edges": (replace(p.edges[0], kind="tma"), *p.edges[1:])}, "q crosses"),
+        (lambda p: {"edges": (*p.edges, Edge("x", "mma", "load", 1, 0, "told", "", "threads"))},
+         "threads of mma arrive in one CTA"),
+        (lambda p: {"edges": (*p.edges, Edge("x", "load", "mma", 1, 0, "told", "done", "threads"))},
+         "threads of mma arrive in one CTA"),
+    ],
+)  # fmt: skip
+def test_a_pair_whose_ctas_would_miss_each_other_is_refused(change, complaint):
+    made, _ = pair_and_single()
+    with pytest.raises(PlanError, match=complaint):
+        check(replace(made, **change(made)))
+
+
+def test_the_ledger_tells_what_crosses_a_pair():
+    pair, single = pair_and_single()
+    assert re.search(r"^p0 +softmax0 => mma .*full\(8\)", ledger(pair), re.M)
+    assert re.search(r"^mma .*first of 2 CTAs only$", ledger(pair), re.M)
+    assert "=>" not in ledger(single)
+
+
 def test_the_ledger_names_every_edge_and_its_arrivals():
     made = plan_for(KEYS[0])
     text = ledger(made)
@@ -103,14 +166,38 @@ int _cudaLaunchKernelEx(void* config, void* k, void** args) { return take(config
 CODES = {"pointer": "<Q", "int32": "<i", "float32": "<f", "stream": "<Q"}
 
 
+CLUSTER_DIMENSION = 4
+"""Of cudaLaunchAttributeID."""
+
+
+class LaunchAttribute(ctypes.Structure):
+    """cudaLaunchAttribute."""
+
+    _fields_ = [
+        ("id", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
+        ("value", ctypes.c_uint32 * 16),
+    ]
+
+
 class LaunchConfig(ctypes.Structure):
-    """The start of cudaLaunchConfig_t."""
+    """cudaLaunchConfig_t."""
 
     _fields_ = [
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint32),
     ]
+
+    @property
+    def cluster(self):
+        """Extents of a cluster."""
+        attributes = self.attributes[: self.num_attributes]
+        found = [tuple(x.value[:3]) for x in attributes if x.id == CLUSTER_DIMENSION]
+        return found[0] if found else (1, 1, 1)
 
 
 def build(folder, key):
@@ -145,7 +232,7 @@ def record(built, values):
         config = LaunchConfig.from_address(config)
         params = tuple(ctypes.string_at(args[i], size) for i, size in enumerate(sizes))
         grid, block = tuple(config.grid), tuple(config.block)
-        launches.append(Launch(grid, block, params, config.shared_bytes))
+        launches.append(Launch(grid, block, params, config.shared_bytes, config.cluster))
         return 0
 
     library.set_take(take)
@@ -160,30 +247,58 @@ def record(built, values):
     return ptx, launch
 
 
+def run(built, key, lengths, heads, seed):
+    """Results of a call on one multiprocessor or pair, the tolerance, and the emulator's report."""
+    (q_len, kv_len), (num_q_heads, num_kv_heads) = lengths, heads
+    random = np.random.default_rng(seed)
+    shapes = (
+        (1, q_len, num_q_heads, key.head_dim),
+        (1, kv_len, num_kv_heads, key.head_dim),
+        (1, kv_len, num_kv_heads, key.value_dim),
+    )
+    q, k, v = (random.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in shapes)
+    out = np.full((*q.shape[:3], key.value_dim), np.nan, q.dtype)
+    lse = np.full(q.shape[:3], np.nan, np.float32)
+    memory, scale = Memory(), key.head_dim**-0.5
+    arrays = {"q": q, "k": k, "v": v, "out": out}
+    values: dict[str, float] = {
+        name: memory.add(name, array.view(np.uint16)) for name, array in arrays.items()
+    }
+    values |= {"lse": memory.add("lse", lse), "scale": scale, "soft_cap": 1.0}
+    values |= {"batch": 1, "num_sequences": 1, "q_len": q_len, "kv_len": kv_len, "num_sms": 1}
+    values |= {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
+    values |= {"window_left": UNBOUNDED, "window_right": UNBOUNDED}
+    ptx, launch = record(built, values)
+    report = emulate(ptx, launch, memory, seed=seed)
+    wanted = tolerance(Operands(q, k, v), Semantics(scale, Band()))
+    return Results(out, lse), wanted, report
+
+
 @needs_dsl
 @needs_compiler
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of the DSL, within the DSL
 def test_a_compiled_kernel_is_right_on_the_emulator(tmp_path):
     """Two query tiles, the second partly used; several key blocks, the last partly used."""
     key = KernelKey("sm_100f", "bfloat16", 64, 64, "full")
+    results, wanted, _ = run(build(tmp_path, key), key, (200, 300), (2, 1), seed=1)
+    assert_close(results, wanted, "bfloat16")
+
+
+@needs_dsl
+@needs_compiler
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.parametrize("head_dim, value_dim", [(128, 128), (192, 128)])
+def test_a_pair_of_ctas_is_right_on_the_emulator(tmp_path, head_dim, value_dim):
+    """Three query blocks: the second CTA's last one lies behind the end. Several schedules."""
+    key = KernelKey("sm_100f", "bfloat16", head_dim, value_dim, "full")
+    assert choose_forward(key).ctas == 2
     built = build(tmp_path, key)
-    (q_len, kv_len), heads = (200, 300), (2, 1)
-    random = np.random.default_rng(0)
-    q, k, v = (
-        random.standard_normal((1, length, n, 64)).astype(ml_dtypes.bfloat16)
-        for length, n in ((q_len, heads[0]), (kv_len, heads[1]), (kv_len, heads[1]))
-    )
-    out, lse = np.full_like(q, np.nan), np.full((1, q_len, heads[0]), np.nan, np.float32)
-    memory = Memory()
-    arrays = {"q": q, "k": k, "v": v, "out": out}
-    values: dict[str, float] = {
-        name: memory.add(name, array.view(np.uint16)) for name, array in arrays.items()
-    }
-    values |= {"lse": memory.add("lse", lse), "scale": 64**-0.5, "soft_cap": 1.0}
-    values |= {"batch": 1, "num_sequences": 1, "q_len": q_len, "kv_len": kv_len, "num_sms": 1}
-    values |= {"num_q_heads": heads[0], "num_kv_heads": heads[1]}
-    values |= {"window_left": UNBOUNDED, "window_right": UNBOUNDED}
-    ptx, launch = record(built, values)
-    emulate(ptx, launch, memory, seed=1)
-    wanted = tolerance(Operands(q, k, v), Semantics(64**-0.5, Band()))
-    assert_close(Results(out, lse), wanted, "bfloat16")
+    for seed in range(5):
+        results, wanted, report = run(built, key, (600, 300), (1, 1), seed)
+        assert_close(results, wanted, "bfloat16")
+    # Two turns of the pair: four query tiles, once for both CTAs three blocks of keys and values.
+    loaded = 4 * 128 * head_dim + 3 * 128 * (head_dim + value_dim)
+    assert report.counters["bytes TMA load"] == 2 * 2 * loaded
+    # The products of each query tile read its Q from shared memory, and half of K and V.
+    read = 4 * 3 * 128 * (head_dim + (head_dim + value_dim) // 2)
+    assert report.counters["bytes tcgen05.mma operands"] == 2 * 2 * read

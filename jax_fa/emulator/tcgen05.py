@@ -23,7 +23,7 @@ from jax_fa.emulator.layouts import Tile, matrix_descriptor
 from jax_fa.emulator.loadstore import address_reader
 from jax_fa.emulator.machine import Operation
 from jax_fa.emulator.matrix import SharedOperand
-from jax_fa.emulator.memory import OFFSET_MASK, RANK_SHIFT
+from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT
 from jax_fa.emulator.numerics import matrix_values
 from jax_fa.emulator.ptx import Address, Instruction, Register, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
@@ -401,7 +401,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 b_tile,
                 shape.b_type,
             )
-            claims.append((cta, cta.shared.begin_read(operand.chunks, who)))
+            claims.append(_claim(cta, operand, who))
             b_parts.append(operand)
             if from_tmem:
                 half.a = _tmem_operand(half, int(a_read(slots)[lane]), shape, group, who)
@@ -413,7 +413,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                     tile,
                     shape.a_type,
                 )
-                claims.append((cta, cta.shared.begin_read(operand.chunks, who)))
+                claims.append(_claim(cta, operand, who))
                 half.a = operand.values
             for cells in half.cells:
                 if adds:
@@ -441,6 +441,12 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             one(warp, int(lane))
 
     return run
+
+
+def _claim(cta: Cta, operand: SharedOperand, who: str) -> tuple[Cta, int]:
+    """Claims an operand for reading, until completion."""
+    cta.cluster.machine.count("bytes tcgen05.mma operands", CHUNK * len(operand.chunks))
+    return cta, cta.shared.begin_read(operand.chunks, who)
 
 
 def _size(type_: str) -> int:

@@ -5,11 +5,18 @@ another drains, named after what it carries, guarded by a pair of mbarriers per 
 ``plan.py`` states its roles, edges, buffers and named barriers; ``check`` finds contradictions
 without a GPU; ``make_edge`` turns an edge into pipeline handles on the device. Standard library
 only, but for that last function.
+
+# Note [Edges that cross a pair]
+Two CTAs of a cluster can share tcgen05 products (``.cta_group::2``), which the first of them, the
+leader, issues. The role that does is ``leader_only``; an edge with this role at one end crosses the
+pair. Every CTA has barriers of its own, at the same offsets. Towards the leader, only its barriers
+are used: TMA of both CTAs counts its bytes there, threads of both arrive there, and counts double.
+From the leader, its tensor core's arrivals go to both CTAs at once. All else stays within a CTA.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 WARP = 32
@@ -19,6 +26,11 @@ REGISTERS_PER_SM = 65536
 NAMED_BARRIERS = 16
 MBARRIER_BYTES = 8
 TMEM_COLS = 512
+LEADER = 0
+"""Rank in its pair of the CTA that issues the products of both, and at whose barriers threads of
+both arrive."""
+BOTH_CTAS = 0b11
+"""Ranks at whose barriers the tensor core arrives for a pair, as a mask."""
 
 EdgeKind = Literal["tma", "tma_umma", "umma", "threads"]
 
@@ -38,11 +50,15 @@ class PlanError(Exception):
 
 @dataclass(frozen=True)
 class Role:
-    """Warps ``warps`` do ``name`` with ``registers`` per thread (after setmaxnreg)."""
+    """Warps ``warps`` do ``name`` with ``registers`` per thread (after setmaxnreg).
+
+    Where CTAs work in pairs and ``leader_only``, those of the first CTA do it for both.
+    """
 
     name: str
     warps: range
     registers: int
+    leader_only: bool = False
 
     @property
     def threads(self) -> int:
@@ -59,7 +75,7 @@ class Edge:
         producer: role that fills it.
         consumer: role that drains it.
         stages: buffers in the ring.
-        stage_bytes: what one TMA load adds to the full barrier.
+        stage_bytes: what one TMA load adds to the full barrier; a pair's CTAs add as much each.
         full: what a passed full barrier promises the consumer.
         empty: what a passed empty barrier promises the producer; "" if another edge makes that
             promise, so that nobody arrives or waits here.
@@ -114,7 +130,11 @@ class NamedBarrier:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who does what, over which data, in which memory."""
+    """Who does what, over which data, in which memory.
+
+    All is by CTA. With two ``ctas`` the roles that are not ``leader_only``, and every buffer, exist
+    in both CTAs of a pair: Note [Edges that cross a pair].
+    """
 
     roles: tuple[Role, ...]
     edges: tuple[Edge, ...]
@@ -122,6 +142,7 @@ class Plan:
     barriers: tuple[NamedBarrier, ...]
     smem_capacity_bytes: int
     tmem: tuple[TmemRange, ...] = ()
+    ctas: int = 1
 
     def role(self, name: str) -> Role:
         """The role called ``name``."""
@@ -138,6 +159,11 @@ class Plan:
     def columns(self, name: str) -> TmemRange:
         """The range of tensor memory called ``name``."""
         return _named(self.tmem, "name", name)
+
+    def crosses(self, edge: Edge) -> bool:
+        """True if an edge connects a role of the first CTA with one of both."""
+        ends = self.role(edge.producer), self.role(edge.consumer)
+        return self.ctas > 1 and ends[0].leader_only != ends[1].leader_only
 
     @property
     def num_mbarriers(self) -> int:
@@ -172,13 +198,14 @@ def _named(items: tuple[Any, ...], field: str, name: str) -> Any:
 def arrivals(plan: Plan, edge: Edge, side: Literal["full", "empty"]) -> int:
     """Arrivals that complete a phase of one of the edge's barriers.
 
-    Hardware arrives once; a role arrives once per warp.
+    Hardware arrives once; a role arrives once per warp, in the first CTA for both CTAs' roles.
     """
     if side in BY_HARDWARE[edge.kind]:
         return 1
     if side == "empty" and not edge.empty:
         return 0
-    return len(plan.role(edge.producer if side == "full" else edge.consumer).warps)
+    role = plan.role(edge.producer if side == "full" else edge.consumer)
+    return len(role.warps) * (plan.ctas if plan.crosses(edge) else 1)
 
 
 def check(plan: Plan) -> None:
@@ -198,6 +225,7 @@ def check(plan: Plan) -> None:
                 raise PlanError(f"{buffer.name} is larger than {host.name}, which it overlays")
     for edge in plan.edges:
         plan.role(edge.producer), plan.role(edge.consumer)
+    _check_pair(plan)
     _check_tmem(plan)
     indices = [barrier.index for barrier in plan.barriers]
     if len(set(indices)) != len(indices) or any(not 0 < i < NAMED_BARRIERS for i in indices):
@@ -227,6 +255,23 @@ def _check_registers(plan: Plan) -> None:
                 )
 
 
+def _check_pair(plan: Plan) -> None:
+    if plan.ctas not in (1, 2):
+        raise PlanError(f"tcgen05 joins 1 or 2 CTAs, not {plan.ctas}")
+    for role in plan.roles:
+        if role.leader_only and plan.ctas == 1:
+            raise PlanError(f"{role.name} is for the first CTA of a pair, and there are no pairs")
+    for edge in plan.edges:
+        if not plan.crosses(edge):
+            continue
+        if edge.kind == "tma":
+            raise PlanError(f"{edge.data} crosses the pair, where only tcgen05 drains a TMA load")
+        by_threads = {"full": edge.producer, "empty": edge.consumer if edge.empty else ""}
+        for side, name in by_threads.items():
+            if name and side not in BY_HARDWARE[edge.kind] and plan.role(name).leader_only:
+                raise PlanError(f"{edge.data}: threads of {name} arrive in one CTA, not in both")
+
+
 def _check_tmem(plan: Plan) -> None:
     for one in plan.tmem:
         if one.start < 0 or one.end > TMEM_COLS:
@@ -238,17 +283,22 @@ def _check_tmem(plan: Plan) -> None:
 
 
 def ledger(plan: Plan) -> str:
-    """The plan as text: roles, edges with their arrive counts, memory, barriers."""
+    """The plan as text: roles, edges with their arrive counts, memory, barriers.
+
+    Double arrows cross the pair.
+    """
     lines = [
         f"{role.name:9s} warps {role.warps.start}-{role.warps.stop - 1}  {role.registers} registers"
+        + (f"  first of {plan.ctas} CTAs only" if role.leader_only else "")
         for role in plan.roles
     ]
     for edge in plan.edges:
         full, empty = arrivals(plan, edge, "full"), arrivals(plan, edge, "empty")
         size = f" x {edge.stage_bytes} bytes" if edge.stage_bytes else ""
         drained = f"  empty({empty}): {edge.empty}" if edge.empty else ""
+        between = "=>" if plan.crosses(edge) else "->"
         lines.append(
-            f"{edge.data:4s} {edge.producer} -> {edge.consumer}  {edge.stages}{size}  "
+            f"{edge.data:4s} {edge.producer} {between} {edge.consumer}  {edge.stages}{size}  "
             f"full({full}): {edge.full}{drained}"
         )
     for buffer in plan.buffers:
@@ -271,6 +321,7 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> tuple[Any, Any]:
     from cutlass import cute, pipeline
 
     edge = plan.edge(data)
+    ctas = plan.ctas if plan.crosses(edge) else 1
     counts = {
         "producer_group": arrivals(plan, edge, "full"),
         "consumer_group": arrivals(plan, edge, "empty"),
@@ -280,15 +331,24 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> tuple[Any, Any]:
         for group, count in counts.items()
     }
     common = {"num_stages": edge.stages, "barrier_storage": barrier_storage, "defer_sync": True}
-    one_cta = cute.make_layout((1, 1, 1, 1)) if "umma" in edge.kind else None
+    layout = cute.make_layout((ctas, 1, 1, 1)) if "umma" in edge.kind else None
     if edge.kind == "tma":
         ring = pipeline.PipelineTmaAsync.create(tx_count=edge.stage_bytes, **groups, **common)
     elif edge.kind == "tma_umma":
         ring = pipeline.PipelineTmaUmma.create(
-            tx_count=edge.stage_bytes, cta_layout_vmnk=one_cta, **groups, **common
+            tx_count=ctas * edge.stage_bytes, cta_layout_vmnk=layout, **groups, **common
         )
     elif edge.kind == "umma":
-        ring = pipeline.PipelineUmmaAsync.create(cta_layout_vmnk=one_cta, **groups, **common)
+        ring = pipeline.PipelineUmmaAsync.create(cta_layout_vmnk=layout, **groups, **common)
     else:
         ring = pipeline.PipelineAsync.create(**groups, **common)
+    if ctas > 1:
+        # The pipelines compute whom to tell from the CTA's rank. Constants take no registers: with
+        # D = 128, the rank, needed everywhere, was spilled.
+        by_hardware = BY_HARDWARE[edge.kind]
+        ring = replace(
+            ring,
+            producer_mask=BOTH_CTAS if "full" in by_hardware else LEADER,
+            consumer_mask=BOTH_CTAS if "empty" in by_hardware else LEADER,
+        )
     return ring.make_participants()

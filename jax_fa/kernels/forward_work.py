@@ -85,7 +85,7 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
     if const_expr(not variant.config.is_persistent):
         tile = tiles.one_per_cta(x.order, slot)
     elif const_expr(variant.key.mask == "full"):
-        tile = tiles.row_order(x.order, slot)
+        tile = tiles.row_order(x.order, slot, variant.plan.ctas)
     elif const_expr(variant.key.mask == "causal"):
         tile = tiles.longest_first(x.order, slot)
     else:

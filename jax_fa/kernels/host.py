@@ -96,7 +96,7 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> tuple[Tma, 
     for name, array in loads.items():
         layout = getattr(layouts, name)
         shape = cute.product_each(layout.outer.shape)
-        atoms[name], arrays[name] = primitives.tma_load(array, layout, shape)
+        atoms[name], arrays[name] = primitives.tma_load(array, layout, shape, variant.plan.ctas)
     out_shape = cute.product_each(layouts.out.outer.shape)
     atoms["out"], arrays["out"] = primitives.tma_store(gOut, layouts.out, out_shape)
     lse = dense_stats(call.lse, call.queries)
@@ -106,26 +106,30 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> tuple[Tma, 
 @cute.jit
 def forward_order(variant: cutlass.Constexpr, call: ForwardCall) -> tuple:
     """(work order, CTAs to launch)."""
-    key, config = variant.key, variant.config
+    key, config, ctas = variant.key, variant.config, variant.plan.ctas
     (batch, q_len, num_q_heads), (_, kv_len, num_kv_heads) = call.queries, call.keys
-    num_q_blocks = cute.ceil_div(q_len, config.block_q)
+    num_q_blocks = cute.ceil_div(q_len, config.block_q * ctas)
     if const_expr(variant.is_general):
         if tiles.is_present(call.scalars.sequences.cu_seqlens_q):
             # Each sequence, and what lies behind the last, may end in a partly filled block.
             num_q_blocks = q_len // config.block_q + call.scalars.sequences.num_sequences + 1
     group = num_q_heads // num_kv_heads
     kv_bytes = kv_len * (2 * (key.head_dim + key.value_dim)) // group
+    num_clusters = call.num_sms
+    if const_expr(ctas > 1):
+        num_clusters = cutlass.max(call.num_sms // ctas, 1)
     order = tiles.make_order(
-        batch * num_q_heads, num_q_heads, group, num_q_blocks, kv_bytes, call.num_sms
+        batch * num_q_heads, num_q_heads, group, num_q_blocks, kv_bytes, num_clusters
     )
     num_tiles = order.num_heads * num_q_blocks
-    num_ctas = num_tiles
     if const_expr(config.is_persistent):
-        num_ctas = cutlass.min(call.num_sms, num_tiles)
+        num_clusters = cutlass.min(num_clusters, num_tiles)
+    else:
+        num_clusters = num_tiles
     if const_expr(variant.is_general):
         if tiles.is_present(call.scalars.q_segments):
-            num_ctas = num_tiles
-    return order, num_ctas
+            num_clusters = num_tiles
+    return order, num_clusters * ctas
 
 
 def forward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:

@@ -142,9 +142,15 @@ def widen(word: Int32, dtype: type) -> tuple[Float32, Float32]:
     return cute.arch.inline_ptx(code, write_only_types=[Float32, Float32], read_only_args=[word])
 
 
-def tma_load(tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> object:
-    """TMA descriptor and coordinate tensor that load ``tile`` of modes 0 and 1 of ``tensor``."""
-    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, tile)
+def tma_load(
+    tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int], ctas: int = 1
+) -> object:
+    """TMA descriptor and coordinate tensor that load ``tile`` of modes 0 and 1 of ``tensor``.
+
+    Of two ``ctas``, both load to their own shared memory and count at the first's barriers.
+    """
+    op = cpasync.CopyBulkTensorTileG2SOp(_cta_group(ctas))
+    return cpasync.make_tiled_tma_atom(op, tensor, layout, tile)
 
 
 def tma_store(tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> object:
@@ -231,19 +237,35 @@ def stand_ins(params: tuple, element: dict[str, type]) -> tuple:
     return tuple(arguments)
 
 
-def make_umma(dtype: type, columns: int, b_major: OperandMajorMode, a_in_tmem: bool) -> object:
-    """One CTA's 128 x ``columns`` tcgen05 product with float32 accumulation in tensor memory."""
+def _cta_group(ctas: int) -> tcgen05.CtaGroup:
+    return tcgen05.CtaGroup.TWO if ctas == 2 else tcgen05.CtaGroup.ONE
+
+
+def make_umma(
+    dtype: type, columns: int, b_major: OperandMajorMode, a_in_tmem: bool, ctas: int = 1
+) -> object:
+    """A 128 x ``columns`` tcgen05 product with float32 accumulation in tensor memory.
+
+    Of two ``ctas`` each has 128 rows of A and of the result, and one half of B's columns, of which
+    both use all.
+    """
     source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
     op = tcgen05.MmaF16BF16Op(
         dtype,
         Float32,
-        (128, columns, 16),
-        tcgen05.CtaGroup.ONE,
+        (128 * ctas, columns, 16),
+        _cta_group(ctas),
         source,
         OperandMajorMode.K,
         b_major,
     )
     return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+
+def umma_operand(smem: cute.Tensor) -> cute.Tensor:
+    """A view of (rows, depth, stages) in shared memory as one CTA's operand of a product."""
+    slabs = cute.flat_divide(smem, (cute.size(smem, mode=[0]), 16))
+    return cute.group_modes(slabs, 0, 2)  # ((rows, 16), 1, depth / 16, stages)
 
 
 @cute.jit
@@ -318,6 +340,12 @@ def copy_row(source: cute.Tensor, row: cute.Tensor, first: int) -> None:
     for i in range(cute.size(source) // VECTOR):
         target = cute.local_tile(row, (VECTOR,), (first // VECTOR + i,))
         cute.autovec_copy(cute.local_tile(source, (VECTOR,), (i,)), target)
+
+
+def cluster_sync():
+    """Waits for all threads of the cluster that have not ended."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
 
 
 def before_thread_sync():

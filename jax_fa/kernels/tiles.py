@@ -78,17 +78,26 @@ def _tile(order: Order, slot: Int32, is_valid: Boolean, head: Int32, q_block: In
     return Tile(is_valid, slot, q_block, q_head, q_head // order.group, head // order.num_q_heads)
 
 
-def row_order(order: Order, slot: Int32) -> Tile:
-    """The tile at position ``slot`` of this CTA's share of all tiles, head by head."""
+def rank_in_cluster(ctas: int) -> Int32 | int:
+    """Number of this CTA among the ``ctas`` of its cluster, which lie along the grid."""
+    return 0 if ctas == 1 else cute.arch.block_idx()[0] % ctas
+
+
+def row_order(order: Order, slot: Int32, ctas: int = 1) -> Tile:
+    """The tile at position ``slot`` of this CTA's share of all tiles, head by head.
+
+    The ``ctas`` of a cluster share their positions and have neighbouring q blocks, which together
+    are one to ``order``; of the last, some may lie behind the head's last row.
+    """
     cta, *_ = cute.arch.block_idx()
     num_ctas, *_ = cute.arch.grid_dim()
-    index = slot * num_ctas + cta
+    index = slot * (num_ctas // ctas) + cta // ctas
     return _tile(
         order,
         slot,
         index < order.num_heads * order.num_q_blocks,
         index // order.num_q_blocks,
-        order.num_q_blocks - 1 - index % order.num_q_blocks,
+        (order.num_q_blocks - 1 - index % order.num_q_blocks) * ctas + rank_in_cluster(ctas),
     )
 
 

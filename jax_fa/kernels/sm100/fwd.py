@@ -33,30 +33,30 @@ from jax_fa.kernels.sm100.plan import BLOCK_KV, Q_TILES, ROWS, TILE_EDGES, forwa
 
 
 class Layouts(NamedTuple):
-    """Shared memory layouts, 128 rows in mode 0."""
+    """Shared memory layouts. Of a pair, a CTA has half the rows of k and half the columns of v."""
 
     q: cute.ComposedLayout  # (128, D, 2)
-    k: cute.ComposedLayout  # (128, D, stages)
-    v: cute.ComposedLayout  # (128, Dv, stages), a stage as large as one of k
+    k: cute.ComposedLayout  # (128 / ctas, D, stages)
+    v: cute.ComposedLayout  # (128, Dv / ctas, stages), a stage as large as one of k
     out: cute.ComposedLayout  # (128, Dv, 2)
 
 
 def make_layouts(variant: Variant) -> Layouts:
     """The layouts of a variant's shared memory."""
     key, dtype = variant.key, variant.dtype
-    stages = variant.plan.edge("kv").stages
-    v = primitives.smem_layout(dtype, (BLOCK_KV, key.value_dim, stages))
+    stages, ctas = variant.plan.edge("kv").stages, variant.plan.ctas
+    v = primitives.smem_layout(dtype, (BLOCK_KV, key.value_dim // ctas, stages))
     if key.value_dim < key.head_dim:
         rows, columns, _ = v.outer.shape
         row_stride, column_stride, _ = v.outer.stride
         outer = cute.make_layout(
             (rows, columns, stages),
-            stride=(row_stride, column_stride, BLOCK_KV * key.head_dim),
+            stride=(row_stride, column_stride, BLOCK_KV // ctas * key.head_dim),
         )
         v = cute.make_composed_layout(v.inner, 0, outer)
     return Layouts(
         q=primitives.smem_layout(dtype, (ROWS, key.head_dim, Q_TILES)),
-        k=primitives.smem_layout(dtype, (BLOCK_KV, key.head_dim, stages)),
+        k=primitives.smem_layout(dtype, (BLOCK_KV // ctas, key.head_dim, stages)),
         v=v,
         out=primitives.smem_layout(dtype, (ROWS, key.value_dim, Q_TILES)),
     )
@@ -80,6 +80,7 @@ def kernel(
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
     out_buffer = next(buffer for buffer in plan.buffers if buffer.name == "out")
     out_elements = 0 if out_buffer.alias_of else cute.cosize(layouts.out)
+    is_pair = plan.ctas == 2
 
     @cute.struct
     class Storage:
@@ -126,11 +127,15 @@ def kernel(
     s1, p1, p_rest1, stats1, scaled1 = (make_edge(f"{data}1") for data in TILE_EDGES)
     tmem_address = storage.tmem.data_ptr()
     if warp == plan.role("correct").warps.start:
-        cute.arch.alloc_tmem(edges.TMEM_COLS, tmem_address)
-        cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.alloc_tmem(edges.TMEM_COLS, tmem_address, is_pair)
+        cute.arch.relinquish_tmem_alloc_permit(is_pair)
     cute.arch.mbarrier_init_fence()
     primitives.before_thread_sync()
-    cute.arch.sync_threads()
+    if const_expr(is_pair):
+        # HAZARD: nobody may arrive at the other CTA's barriers before they exist.
+        primitives.cluster_sync()
+    else:
+        cute.arch.sync_threads()
     primitives.after_thread_sync()
 
     # All columns are this CTA's, so the first is number 0: known at compile time, unlike what was
@@ -167,11 +172,15 @@ def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple
         )
         fwd_softmax.correct(variant, x, ends)
         # HAZARD: tensor memory is given back when nobody reads it any more; its last readers are
-        # the four warps of this role.
-        done = plan.barrier("correct")
-        cute.arch.barrier(barrier_id=done.index, number_of_threads=done.threads)
+        # the four warps of this role. A pair gives back together; and neither of its CTAs may end
+        # while the other still arrives at its barriers.
+        if const_expr(plan.ctas == 2):
+            primitives.cluster_sync()
+        else:
+            done = plan.barrier("correct")
+            cute.arch.barrier(barrier_id=done.index, number_of_threads=done.threads)
         if warp == plan.role("correct").warps.start:
-            cute.arch.dealloc_tmem(x.tmem, edges.TMEM_COLS)
+            cute.arch.dealloc_tmem(x.tmem, edges.TMEM_COLS, plan.ctas == 2)
     else:
         cute.arch.setmaxregister_decrease(plan.role("mma").registers)
         if warp == plan.role("mma").warps.start:
@@ -184,7 +193,8 @@ def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple
                 (scaled0[1], scaled1[1]),
                 o[0],
             )
-            roles.mma(variant, x, ends)
+            if tiles.rank_in_cluster(plan.ctas) == edges.LEADER:
+                roles.mma(variant, x, ends)
         elif warp == plan.role("store").warps.start:
             roles.store(variant, x, roles.StorePipes(out[1], room[0]))
         elif warp == plan.role("load").warps.start:
@@ -206,6 +216,7 @@ def launch(variant: cutlass.Constexpr, call: host.ForwardCall):
     kernel(variant, tma, arrays, call.scalars, order).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
+        cluster=(variant.plan.ctas, 1, 1) if variant.plan.ctas > 1 else None,
         stream=call.stream,
         min_blocks_per_mp=1,
     )

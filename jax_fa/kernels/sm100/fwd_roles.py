@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import primitives, tiles
+from jax_fa.kernels import edges, primitives, tiles
 from jax_fa.kernels.forward_work import (
     Arrays,
     Scalars,
@@ -37,8 +37,8 @@ class Smem(NamedTuple):
     """Shared memory."""
 
     q: cute.Tensor  # (128, D, 2)
-    k: cute.Tensor  # (128, D, stages)
-    v: cute.Tensor  # (128, Dv, stages), the same bytes
+    k: cute.Tensor  # (128 / ctas, D, stages)
+    v: cute.Tensor  # (128, Dv / ctas, stages), the same bytes
     out: cute.Tensor  # (128, Dv, 2)
     stats: cute.Tensor  # (128, 2, 2) row, {shrink or sum, maximum}, query tile
     scrub: cute.Pointer  # one mbarrier
@@ -85,9 +85,8 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
         work = work_on(variant, x, tile)
         span, newest = work.span, work.blocks.end - 1
         queries = x.arrays.q[None, None, work.tile.q_head, work.tile.batch]
-        keys = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
         slot = kv.acquire_and_advance()
-        _load_rows(x.tma.k, keys, x.smem.k, (span.kv_start, newest), slot)
+        _load_k(variant, x, (work, newest), slot)
         if const_expr(out_overlays_q(variant.key)):
             # HAZARD: mma is done with q long before correct and store are with out.
             room.wait_and_advance()
@@ -100,7 +99,7 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
         for i in cutlass.range(newest - work.blocks.start, unroll=1):
             block = newest - 1 - i
             slot = kv.acquire_and_advance()
-            _load_rows(x.tma.k, keys, x.smem.k, (span.kv_start, block), slot)
+            _load_k(variant, x, (work, block), slot)
             slot = kv.acquire_and_advance()
             phase = _load_v(variant, x, (work, block), slot, phase)
         tile = tile_at(variant, x, tile.slot + 1)
@@ -111,31 +110,44 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
 
 @cute.jit
 def _load_rows(atom: cute.CopyAtom, head: cute.Tensor, sRows: cute.Tensor, at: tuple, slot):
-    """128 rows of one head; ``at`` is (first row of the sequence, number of the 128 rows)."""
+    """A stage of rows of one head; ``at`` is (first row of the sequence, number of the stage)."""
     first, number = at
     head = cute.domain_offset((first, 0), head)
-    gRows = cute.local_tile(head, (ROWS, cute.size(sRows, mode=[1])), (None, 0))
+    stage = cute.size(sRows, mode=[0]), cute.size(sRows, mode=[1])
+    gRows = cute.local_tile(head, stage, (None, 0))
     sRows, gRows = primitives.tma_views(atom, sRows, gRows)
     cute.copy(atom, gRows[None, number], sRows[None, slot.index], tma_bar_ptr=slot.barrier)
 
 
 @cute.jit
-def _load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot, phase: Int32) -> Int32:
-    """One block of values; rows beyond the sequence's keys become zero; ``at`` is (work, block).
+def _load_k(variant: cutlass.Constexpr, x: Context, at: tuple, slot):
+    """This CTA's rows of one block of keys; ``at`` is (work, block)."""
+    work, block = at
+    ctas = variant.plan.ctas
+    keys = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
+    part = block * ctas + tiles.rank_in_cluster(ctas)
+    _load_rows(x.tma.k, keys, x.smem.k, (work.span.kv_start, part), slot)
 
-    Returns the phase that the scrub barrier is in then.
+
+@cute.jit
+def _load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot, phase: Int32) -> Int32:
+    """This CTA's columns of one block of values; ``at`` is (work, block).
+
+    Rows beyond the sequence's keys become zero. Returns the scrub barrier's phase after that.
     """
     work, block = at
-    key = variant.key
+    key, ctas = variant.key, variant.plan.ctas
+    rank = tiles.rank_in_cluster(ctas)
     rows = x.arrays.v[None, None, work.tile.kv_head, work.tile.batch]
     rows = cute.domain_offset((work.span.kv_start, 0), rows)
-    gV = cute.local_tile(rows, (BLOCK_KV, key.value_dim), (None, 0))
+    gV = cute.local_tile(rows, (BLOCK_KV, key.value_dim // ctas), (None, rank))
     sV, gV = primitives.tma_views(x.tma.v, x.smem.v, gV)
     if const_expr(key.value_dim < key.head_dim):
         # The ring announces a block of keys, which is larger.
         missing = BLOCK_KV * (key.head_dim - key.value_dim) * variant.dtype.width // 8
-        with cute.arch.elect_one():
-            primitives.complete_tx(slot.barrier, missing)
+        if rank == edges.LEADER:
+            with cute.arch.elect_one():
+                primitives.complete_tx(slot.barrier, missing)
     if const_expr(not variant.is_general):
         # Behind the array's last row TMA fills with zeros by itself.
         cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
@@ -185,20 +197,20 @@ class Answers(NamedTuple):
 
 def _make_products(variant: Variant, x: Context) -> Products:
     key, plan, dtype = variant.key, variant.plan, variant.dtype
-    qk = primitives.make_umma(dtype, BLOCK_KV, OperandMajorMode.K, a_in_tmem=False)
-    pv = primitives.make_umma(dtype, key.value_dim, OperandMajorMode.MN, a_in_tmem=True)
-    qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
-    s = qk.make_fragment_C(qk.partition_shape_C((ROWS, BLOCK_KV))).layout
-    o = pv.make_fragment_C(pv.partition_shape_C((ROWS, key.value_dim))).layout
-    p = pv.make_fragment_A(pv.partition_shape_A((ROWS, BLOCK_KV))).layout
+    qk = primitives.make_umma(dtype, BLOCK_KV, OperandMajorMode.K, False, plan.ctas)
+    pv = primitives.make_umma(dtype, key.value_dim, OperandMajorMode.MN, True, plan.ctas)
+    rows = ROWS * plan.ctas
+    s = qk.make_fragment_C(qk.partition_shape_C((rows, BLOCK_KV))).layout
+    o = pv.make_fragment_C(pv.partition_shape_C((rows, key.value_dim))).layout
+    p = pv.make_fragment_A(pv.partition_shape_A((rows, BLOCK_KV))).layout
     both = range(Q_TILES)
     start = {name: [plan.columns(f"{name}{i}").start for i in both] for name in "sop"}
     return Products(
         qk=qk,
         pv=pv,
-        q=qk.make_fragment_A(qk_slice.partition_A(x.smem.q)),
-        k=qk.make_fragment_B(qk_slice.partition_B(x.smem.k)),
-        v=pv.make_fragment_B(pv_slice.partition_B(primitives.transposed(x.smem.v))),
+        q=qk.make_fragment_A(primitives.umma_operand(x.smem.q)),
+        k=qk.make_fragment_B(primitives.umma_operand(x.smem.k)),
+        v=pv.make_fragment_B(primitives.umma_operand(primitives.transposed(x.smem.v))),
         s=tuple(cute.make_tensor(x.tmem + start["s"][i], s) for i in both),
         p=tuple(
             cute.make_tensor(cute.recast_ptr(x.tmem + start["p"][i], dtype=dtype), p) for i in both

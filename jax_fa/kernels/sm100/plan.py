@@ -14,6 +14,15 @@ order by one warp to one tensor core, which works in order. (3) S of the next bl
 after both parts of P have been waited for, so no thread still stores to it. Hence the edges s and p
 need no "empty" barrier, and each query tile can start its next S without regard to the other.
 
+# Note [A pair of CTAs]
+With ``ctas`` = 2, two CTAs work on neighbouring query blocks of a head against the same key blocks,
+and each product is one for both: 256 rows of Q or P, of which each CTA has its 128, times a block
+of which each CTA holds half, K by rows and V by columns, since both are cut along the product's N.
+S, P and O of a CTA's rows are in its own tensor memory, so the softmax, correct and store roles do
+not know the difference. Every CTA loads its halves; the first issues the products; who arrives
+where is said in edges.py, what for in config.py, at ``_PAIRED_HEADS`` (kernel design after
+FlashAttention-4, arXiv:2603.05451).
+
 # Note [One row per thread]
 The 32x32b shape of tcgen05.ld gives every thread one row, where Hopper's accumulator spreads a row
 over four: maxima and sums need no shuffles, statistics one word per thread.
@@ -35,6 +44,7 @@ from jax_fa.kernels.edges import (
     Edge,
     NamedBarrier,
     Plan,
+    PlanError,
     Role,
     TmemRange,
     check,
@@ -81,21 +91,27 @@ def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
     """The checked plan of the forward kernel for ``key`` under ``config``.
 
     The ring of key and value blocks is as deep as shared memory allows.
+
+    Raises:
+        PlanError: the configuration fits neither the hardware nor the kernel.
     """
+    if config.ctas > 1 and key.mask != "full":
+        raise PlanError(f"a pair works on one block of keys; under a {key.mask} mask CTAs differ")
     q_bytes = ROWS * key.head_dim * ELEMENT_BYTES
     out_bytes = ROWS * key.value_dim * ELEMENT_BYTES
-    kv_bytes = BLOCK_KV * key.head_dim * ELEMENT_BYTES
+    kv_bytes = BLOCK_KV * key.head_dim * ELEMENT_BYTES // config.ctas
     others = config.other_registers
     kv_stages = (SMEM_CAPACITY_BYTES - FIRST_PAGE_BYTES - _fixed_bytes(key)) // kv_bytes
     out = Buffer("out", Q_TILES * out_bytes)
     if out_overlays_q(key):
         out = Buffer("out", Q_TILES * out_bytes, "q", "all S of a tile retire before its last PV")
+    done = NamedBarrier("correct", 1, WARPGROUP, "the role is done with tensor memory")
     plan = Plan(
         roles=(
             Role("softmax0", range(0, 4), config.softmax_registers),
             Role("softmax1", range(4, 8), config.softmax_registers),
             Role("correct", range(8, 12), config.correct_registers),
-            Role("mma", range(12, 13), others),
+            Role("mma", range(12, 13), others, leader_only=config.ctas > 1),
             Role("store", range(13, 14), others),
             Role("load", range(14, 15), others),
             Role("idle", range(15, 16), others),
@@ -124,9 +140,10 @@ def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
             Buffer("stats", Q_TILES * 2 * ROWS * FLOAT_BYTES),
             Buffer("words", WORDS_BYTES),
         ),
-        barriers=(NamedBarrier("correct", 1, WARPGROUP, "the role is done with tensor memory"),),
+        barriers=() if config.ctas > 1 else (done,),
         smem_capacity_bytes=SMEM_CAPACITY_BYTES,
         tmem=_tmem(key),
+        ctas=config.ctas,
     )
     check(plan)
     return plan
@@ -201,9 +218,10 @@ def _tmem(key: KernelKey) -> tuple[TmemRange, ...]:
 
 
 def main() -> None:
-    """Prints the ledger of the default bfloat16 D = 128 kernel."""
-    key = KernelKey("sm_100f", "bfloat16", 128, 128, "causal")
-    print(ledger(forward_plan(key, blackwell_forward(key))))  # noqa: T201
+    """Prints the ledgers of bfloat16 D = 128 kernels: of one CTA, and of a pair."""
+    for mask in ("causal", "full"):
+        key = KernelKey("sm_100f", "bfloat16", 128, 128, mask)
+        print(ledger(forward_plan(key, blackwell_forward(key))), end="\n\n")  # noqa: T201
 
 
 if __name__ == "__main__":
