@@ -38,12 +38,14 @@ TOWERS = {
         Layer("variants"),
         Layer("choice"),
         Layer("support"),
+        Layer("roofline"),
     ),
     "kernels": (
         Layer("kernels"),
         Layer("kernels.sm90"),
         Layer("kernels.sm100"),
         Layer("kernels.edges", lazy="cutlass"),
+        Layer("kernels.banks"),
         Layer("kernels.sm*.plan"),
         Layer("kernels.sm*.plan_*"),
         Layer("kernels.primitives", "cutlass cuda"),
@@ -58,7 +60,7 @@ TOWERS = {
         Layer("kernels.sm*.*", "cutlass cuda"),
         Layer("aot_*"),
         Layer("aot", lazy="cutlass"),
-        Layer("inspect"),
+        Layer("inspect", lazy="matplotlib"),
     ),
     "emulator": (
         Layer("emulator.*", "numpy"),

@@ -1,0 +1,319 @@
+"""Judges compiled variants: resources, machine code, and the model of what their GPU allows.
+
+``audit`` makes one ``Report`` of an object that ``jax_fa.aot`` wrote. What it says comes from three
+sources, which it keeps apart: *compiled* (read from the object), *planned* (``kernels/*/plan.py``
+and ``config.py``, which the object was made from) and *model* (``roofline.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax_fa import aot_cubin, aot_sass, config, roofline
+from jax_fa.band import Band
+from jax_fa.kernels import banks
+from jax_fa.kernels.edges import TMEM_COLS, Plan, PlanError
+from jax_fa.problem import Problem, Semantics
+from jax_fa.variants import Variant
+
+SMEM_CAPACITY_BYTES = 227 * 1024
+_PLANS = {"fwd": ("plan", "forward_plan"), "bwd": ("plan_bwd", "backward_plan")}
+
+
+class Lengths(NamedTuple):
+    """Sizes of the problem that arithmetic intensity is given for."""
+
+    batch: int = 2
+    q_len: int = 8192
+    kv_len: int = 8192
+    num_q_heads: int = 16
+    num_kv_heads: int = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a GPU allows a variant, all of it computed.
+
+    Attributes:
+        gpu: name.
+        cycles: of one SM for a tile of 128 x 128 scores, by unit.
+        fill_cycles: of shared memory, for what TMA writes; not among those of the unit.
+        bound: the unit that takes longest.
+        efficiency: share of the tensor core's peak that this leaves.
+        intensity: FLOP per byte of memory, every array crossing once.
+        cta_intensity: FLOP per byte that CTAs move.
+        ridge: FLOP per byte from which memory is no bound.
+        tflops: the lower of both roofs, 1e12 FLOP/s.
+    """
+
+    gpu: str
+    cycles: dict[str, float]
+    fill_cycles: float
+    bound: str
+    efficiency: float
+    intensity: float
+    cta_intensity: float
+    ridge: float
+    tflops: float
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The softmax of a tile of 128 x 128 scores, as its loop in the machine code has it.
+
+    Attributes:
+        instructions: warp instructions.
+        by_meaning: the same by meaning.
+        scores_per_thread: of one iteration.
+        polynomials: share of exponentials that are none of the special function unit's.
+        special_cycles: of the special function unit, all its functions at the rate of exponentials.
+        issue_cycles: of the schedulers.
+        other_loops: warp instructions in loops of the same kind that take more: masked blocks.
+    """
+
+    instructions: float
+    by_meaning: dict[str, float]
+    scores_per_thread: int
+    polynomials: float
+    special_cycles: float
+    issue_cycles: float
+    other_loops: tuple[float, ...]
+
+
+@dataclass
+class Report:
+    """What is known of one compiled variant; see the module for the three sources.
+
+    Attributes:
+        name: of the variant.
+        launch_registers: compiled, per thread and kernel.
+        stack_bytes: compiled, the most of any kernel.
+        shared_bytes: compiled, dynamic shared memory by launch; empty if there is no report.
+        code_bytes: compiled, of all kernels.
+        role_registers: planned, by role, after setmaxnreg.
+        tmem_columns: planned, used of those allocated.
+        counts: compiled, instructions by meaning in all kernels; None without a disassembler.
+        softmax: compiled; None without a disassembler.
+        bank_conflicts: planned, kinds of access that take more passes than they need.
+        accesses: planned, kinds of access that were looked at.
+        problems: what is wrong, in words; empty if nothing is.
+        praise: what is right, in words.
+    """
+
+    name: str
+    launch_registers: tuple[int, ...]
+    stack_bytes: int
+    shared_bytes: tuple[int, ...]
+    code_bytes: int
+    role_registers: dict[str, int] = field(default_factory=dict)
+    tmem_columns: tuple[int, int] = (0, 0)
+    counts: dict[str, int] | None = None
+    softmax: Softmax | None = None
+    bank_conflicts: tuple[str, ...] = ()
+    accesses: int = 0
+    problems: list[str] = field(default_factory=list)
+    praise: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """One line in plain words."""
+        return "; ".join(self.problems) if self.problems else f"{', '.join(self.praise)}: ok"
+
+
+_Needs = Mapping[str, tuple[tuple[str, ...], ...]]
+
+
+class _Expectation(NamedTuple):
+    """What the machine code of a family must have.
+
+    Attributes:
+        mma: the tensor core instruction; no other.
+        needed: praise -> one meaning of each of these groups.
+    """
+
+    mma: str
+    needed: _Needs
+
+
+_REDUCTIONS = ("tma reduce", "bulk reduce", "red.global.v4")
+_BOTH_WAYS: _Needs = {"TMA both ways": (("tma load",), ("tma store",))}
+_REDUCING: _Needs = {"TMA in, vector reductions out": (("tma load",), _REDUCTIONS)}
+_TENSOR_MEMORY: _Needs = {"tensor memory read and written": (("tcgen05.ld",), ("tcgen05.st",))}
+_EXPECTED = {
+    ("sm90", "fwd"): _Expectation("wgmma", _BOTH_WAYS),
+    ("sm90", "bwd"): _Expectation("wgmma", _REDUCING),
+    ("sm100", "fwd"): _Expectation("tcgen05.mma", {**_BOTH_WAYS, **_TENSOR_MEMORY}),
+    ("sm100", "bwd"): _Expectation("tcgen05.mma", {**_REDUCING, **_TENSOR_MEMORY}),
+}
+_MMAS = ("tcgen05.mma", "wgmma", "mma.sync")
+
+
+def choose_config(variant: Variant) -> Any:
+    """The configuration that ``variant`` has now."""
+    choose = {"fwd": config.choose_forward, "bwd": config.choose_backward}
+    return choose[variant.operation](variant.key)
+
+
+def plan_of(variant: Variant) -> Plan:
+    """The checked plan of ``variant``.
+
+    Raises:
+        PlanError: it contradicts itself or the hardware.
+    """
+    module, function = _PLANS[variant.operation]
+    plans = importlib.import_module(f"jax_fa.kernels.{variant.kernels}.{module}")
+    return getattr(plans, function)(variant.key, choose_config(variant))
+
+
+def cycles_of(variant: Variant, gpu: roofline.Gpu) -> roofline.Cycles:
+    """Cycles of one SM for a tile (model)."""
+    chosen = choose_config(variant)
+    heads = (variant.key.head_dim, variant.key.value_dim)
+    if variant.operation == "fwd":
+        return roofline.forward(
+            gpu,
+            heads,
+            planned_polynomials(chosen),
+            has_soft_cap=variant.key.has_soft_cap,
+            q_in_registers=getattr(chosen, "q_in_registers", False),
+            ctas=getattr(chosen, "ctas", 1),
+        )
+    staged: tuple[roofline.Staged, ...] = ("ds", "dq")
+    if isinstance(chosen, config.HopperBackward):
+        # dQ goes from registers to global memory.
+        staged = ("ds",) if chosen.splits_keys else ("p", "ds")
+    return roofline.backward(gpu, heads, staged)
+
+
+def planned_polynomials(chosen: Any) -> float:
+    """Share of the exponentials of an unmasked block that are polynomials."""
+    return getattr(chosen, "polynomials", 0) / 32
+
+
+def model(variant: Variant, gpu: roofline.Gpu, lengths: Lengths) -> Model:
+    """What ``gpu`` allows ``variant`` on a problem of these lengths."""
+    key, chosen = variant.key, choose_config(variant)
+    problem = Problem(
+        key.dtype,
+        lengths.batch,
+        lengths.batch,
+        *lengths[1:],
+        key.head_dim,
+        key.value_dim,
+        Semantics(1.0, Band(is_causal=key.mask == "causal")),
+    )
+    block = chosen.block_q if variant.operation == "fwd" else chosen.block_kv
+    sharing = block / roofline.TILE * getattr(chosen, "ctas", 1)
+    cycles = cycles_of(variant, gpu)
+    asked = roofline.work(problem, variant.operation, block)
+    return Model(
+        gpu=gpu.name,
+        cycles=cycles._asdict(),
+        fill_cycles=roofline.fill_cycles((key.head_dim, key.value_dim), sharing),
+        bound=cycles.bound,
+        efficiency=cycles.efficiency,
+        intensity=asked.intensity,
+        cta_intensity=asked.cta_intensity,
+        ridge=gpu.ridge,
+        tflops=roofline.attainable_flops(gpu, cycles, asked.intensity) / 1e12,
+    )
+
+
+def resources(variant: Variant, path: Path, shared_bytes: Sequence[int]) -> Report:
+    """What the object at ``path`` and the plan say; problems that they show are noted."""
+    kernels = aot_cubin.kernels(path)
+    report = Report(
+        variant.name,
+        tuple(kernel.registers for kernel in kernels),
+        max(kernel.stack_bytes for kernel in kernels),
+        tuple(shared_bytes),
+        sum(kernel.code_bytes for kernel in kernels),
+    )
+    if report.stack_bytes:
+        report.problems.append(f"spills: {report.stack_bytes} bytes of stack")
+    if max(report.shared_bytes, default=0) > SMEM_CAPACITY_BYTES:
+        report.problems.append(f"shared memory of {max(report.shared_bytes)} bytes is too much")
+    try:
+        plan = plan_of(variant)
+    except PlanError as error:
+        report.problems.append(str(error))
+    else:
+        report.role_registers = {role.name: role.registers for role in plan.roles}
+        if plan.tmem:
+            report.tmem_columns = (max(cols.end for cols in plan.tmem), TMEM_COLS)
+    found = banks.accesses(variant.key, choose_config(variant))
+    report.accesses = len(found)
+    report.bank_conflicts = tuple(
+        f"{access.who} ({access.instruction}): {access.passes()} passes for {access.fewest}"
+        for access in banks.conflicts(found)
+    )
+    if report.bank_conflicts:
+        report.problems.append(f"bank conflicts: {', '.join(report.bank_conflicts)}")
+    return report
+
+
+def audit_code(report: Report, variant: Variant, code: Sequence[aot_sass.Code]) -> None:
+    """Adds to ``report`` what the machine code of all kernels of ``variant`` shows."""
+    total: Counter[str] = Counter()
+    for kernel in code:
+        total.update(aot_sass.count(kernel.instructions))
+    counts = {meaning: total[meaning] for meaning in [*aot_sass.MEANINGS, "all"]}
+    report.counts = counts
+    _judge_instructions(report, _EXPECTED[variant.kernels, variant.operation], counts)
+    mma = _EXPECTED[variant.kernels, variant.operation].mma
+    main = max(code, key=lambda kernel: aot_sass.count(kernel.instructions)[mma])
+    found = aot_sass.softmax_loops(main, rounded=1 if variant.operation == "fwd" else 2)
+    if not found:
+        report.problems.append("no loop that takes exponentials of scores")
+        return
+    report.softmax = _softmax(found, roofline.gpu_of(variant.arch))
+    planned = planned_polynomials(choose_config(variant))
+    if report.softmax.polynomials != planned:
+        report.problems.append(
+            f"polynomials for {report.softmax.polynomials:.1%} of exponentials, not {planned:.1%}"
+        )
+
+
+def _judge_instructions(report: Report, expected: _Expectation, counts: dict[str, int]) -> None:
+    if counts[expected.mma]:
+        report.praise.append(expected.mma)
+    else:
+        report.problems.append(f"no {expected.mma}")
+    for other in _MMAS:
+        if other != expected.mma and counts[other]:
+            report.problems.append(f"{counts[other]} {other}, which {expected.mma} should replace")
+    for praise, groups in expected.needed.items():
+        missing = [group for group in groups if not any(counts[meaning] for meaning in group)]
+        report.problems += [f"no {' or '.join(group)}" for group in missing]
+        if not missing:
+            report.praise.append(praise)
+    if counts["cp.async"]:
+        report.problems.append(f"{counts['cp.async']} cp.async, which TMA should replace")
+    if counts["local memory"]:
+        report.problems.append(f"{counts['local memory']} instructions use local memory")
+    else:
+        report.praise.append("no local memory")
+
+
+def _softmax(found: Sequence[aot_sass.MainLoop], gpu: roofline.Gpu) -> Softmax:
+    main, *others = found
+    of_tile = {
+        meaning: main.per_tile(meaning, roofline.SCORES)
+        for meaning, number in main.counts.items()
+        if number
+    }
+    special = of_tile["exp2"] + of_tile.get("other special", 0.0)
+    return Softmax(
+        instructions=of_tile["all"],
+        by_meaning=of_tile,
+        scores_per_thread=main.scores,
+        polynomials=main.polynomials,
+        special_cycles=special * banks.WARP / gpu.exponentials,
+        issue_cycles=of_tile["all"] * banks.WARP / roofline.LANES,
+        other_loops=tuple(other.per_tile("all", roofline.SCORES) for other in others),
+    )

@@ -1,0 +1,309 @@
+"""What a GPU allows: cycles per tile of scores, arithmetic intensity, and the bound that follows.
+
+Everything here is a model, arithmetic on published rates, and knows nothing of compiled kernels;
+``jax_fa.inspect`` puts beside it what the machine code of a kernel really has.
+
+A *tile* is 128 x 128 scores of one head: what one SM does between two key blocks for 128 query
+rows. Four units of an SM work on it at the same time, each for a number of cycles that follows from
+the tile alone:
+
+    mma     tensor core: the products
+    exp2    special function unit: one exponential a score, but for those that are polynomials
+    issue   the four schedulers: instructions of the softmax
+    smem    shared memory: operands of products, and what kernels stage there, 128 bytes a cycle
+
+The largest is the bound, and mma over it the efficiency that a perfectly overlapped kernel reaches.
+Between SM and memory, work per byte decides: ``intensity`` times bandwidth is the other roof
+(Williams et al., doi:10.1145/1498765.1498785). The rates of SMs are those of the roofline section
+of FlashAttention-4 (arXiv:2603.05451), whose table for D = 128 the tests reproduce. As in that
+table, smem leaves out what TMA writes; ``fill_cycles`` tells how much that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from jax_fa.band import Window, key_range
+from jax_fa.problem import Problem
+
+TILE = 128
+SCORES = TILE * TILE
+LANES = 128
+"""Lane instructions that the schedulers of an SM issue in a cycle: four warps."""
+SMEM_BYTES = 128
+"""That shared memory moves in a cycle."""
+ELEMENT_BYTES = 2
+FLOAT_BYTES = 4
+
+Operation = Literal["fwd", "bwd"]
+Staged = Literal["p", "ds", "dq"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates of a GPU; those of one SM are per cycle.
+
+    Attributes:
+        name: product.
+        arch: name of the architecture in variant names.
+        sms: streaming multiprocessors.
+        clock_hertz: at which SMs reach the published peak.
+        mma_flops: dense 16-bit tensor core operations, a multiply-add counting as two.
+        mma_rows: query (or key) rows that share one read of the other operand.
+        exponentials: of the special function units.
+        has_pairs: one lane instruction does two float32 operations.
+        hbm_bytes: of memory, per second.
+        caveat: what of this is not published.
+    """
+
+    name: str
+    arch: str
+    sms: int
+    clock_hertz: float
+    mma_flops: int
+    mma_rows: int
+    exponentials: int
+    has_pairs: bool
+    hbm_bytes: float
+    caveat: str = ""
+
+    @property
+    def peak_flops(self) -> float:
+        """Tensor core operations per second."""
+        return self.sms * self.clock_hertz * self.mma_flops
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte of memory at which both roofs meet."""
+        return self.peak_flops / self.hbm_bytes
+
+
+_CLOCK = "clock computed from the published peak"
+_THOR = "exponentials assumed; no paired float32, since ptxas takes pairs apart for it"
+
+GPUS = (
+    Gpu("B200", "sm100", 148, 1.856e9, 8192, 128, 16, True, 7.67e12, _CLOCK),
+    Gpu("GB200", "sm100", 148, 2.062e9, 8192, 128, 16, True, 8e12, _CLOCK),
+    Gpu("B300", "sm103", 148, 2.062e9, 8192, 128, 32, True, 8e12, f"{_CLOCK}; SMs unconfirmed"),
+    Gpu("Thor", "sm110", 20, 1.575e9, 8192, 128, 16, False, 273e9, _THOR),
+    Gpu("H100", "sm90", 132, 1.83e9, 4096, 64, 16, False, 3.35e12, _CLOCK),
+    Gpu("H200", "sm90", 132, 1.83e9, 4096, 64, 16, False, 4.8e12, _CLOCK),
+)
+"""Thor: 20 SMs, and 2070 TFLOP/s of sparse 4-bit products; an eighth of that is dense 16-bit, which
+at 8192 operations a cycle gives the clock. The others: NVIDIA's data sheets."""
+
+
+def gpu_of(arch: str) -> Gpu:
+    """The first GPU of an architecture.
+
+    Raises:
+        ValueError: none is known.
+    """
+    for gpu in GPUS:
+        if gpu.arch == arch:
+            return gpu
+    known = ", ".join(sorted({gpu.arch for gpu in GPUS}))
+    raise ValueError(f"no GPU of architecture {arch} is known; there are {known}")
+
+
+class Cycles(NamedTuple):
+    """Cycles of one SM for a tile, by unit."""
+
+    mma: float
+    exp2: float
+    issue: float
+    smem: float
+
+    @property
+    def bound(self) -> str:
+        """The unit that takes longest; of equals, the first."""
+        return max(self._fields, key=lambda unit: getattr(self, unit))
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the tensor core's peak that is left when all units overlap."""
+        return self.mma / max(self)
+
+
+_SLOTS = {True: 3.0, False: 4.5}
+"""Lane instructions for a score, by ``Gpu.has_pairs``: its part in the maximum (half an instruction
+with three operands, else one), scaling and adding up (half each, or one each), the exponential,
+half a conversion."""
+_POLYNOMIAL_SLOTS = {True: 5.0, False: 9.0}
+"""More of them if the exponential is a polynomial of degree 3 or 4."""
+_SOFT_CAP_SLOTS = 5.0
+"""More of them for tanh by an exponential and a reciprocal."""
+_SOFT_CAP_FUNCTIONS = 2
+
+
+def exp2_cycles(gpu: Gpu, polynomials: float) -> float:
+    """Of the special function unit, if a share ``polynomials`` of a tile is not left to it."""
+    return SCORES * (1.0 - polynomials) / gpu.exponentials
+
+
+def issue_cycles(gpu: Gpu, polynomials: float) -> float:
+    """Of the schedulers, for the softmax of a tile."""
+    slots = _SLOTS[gpu.has_pairs] + _POLYNOMIAL_SLOTS[gpu.has_pairs] * polynomials
+    return SCORES * slots / LANES
+
+
+def _operand_cycles(columns: float) -> float:
+    """Of shared memory, for 16-bit rows of a tile."""
+    return TILE * columns * ELEMENT_BYTES / SMEM_BYTES
+
+
+def forward(
+    gpu: Gpu,
+    heads: tuple[int, int],
+    polynomials: float = 0.0,
+    *,
+    has_soft_cap: bool = False,
+    q_in_registers: bool = False,
+    ctas: int = 1,
+) -> Cycles:
+    """Cycles of the forward for a tile: S = Q K^T, P = exp2(S), O += P V.
+
+    Args:
+        gpu: whose rates count.
+        heads: (D, Dv).
+        polynomials: share of exponentials that multiply-adds evaluate.
+        has_soft_cap: a tanh comes before each exponential.
+        q_in_registers: queries are no operand in shared memory; P never is.
+        ctas: that hold a share of keys and values each and multiply together.
+    """
+    d, dv = heads
+    reads = TILE / gpu.mma_rows / ctas
+    queries = 0.0 if q_in_registers else _operand_cycles(d)
+    functions, slots = (_SOFT_CAP_FUNCTIONS, _SOFT_CAP_SLOTS) if has_soft_cap else (0, 0.0)
+    return Cycles(
+        mma=2 * SCORES * (d + dv) / gpu.mma_flops,
+        exp2=exp2_cycles(gpu, polynomials) + SCORES * functions / gpu.exponentials,
+        issue=issue_cycles(gpu, polynomials) + SCORES * slots / LANES,
+        smem=queries + reads * _operand_cycles(d + dv),
+    )
+
+
+def backward(
+    gpu: Gpu,
+    heads: tuple[int, int],
+    staged: Collection[Staged] = ("ds", "dq"),
+    *,
+    ctas: int = 1,
+) -> Cycles:
+    """Cycles of the backward for a tile: S, dP = dO V^T, dV += P^T dO, dK += dS^T Q, dQ = dS K.
+
+    Args:
+        gpu: whose rates count.
+        heads: (D, Dv).
+        staged: what passes through shared memory: "p" and "ds" as operands, "dq" in float32 on its
+            way to global memory. What is not, stays in registers or tensor memory.
+        ctas: that hold a share of each second operand and multiply together.
+    """
+    d, dv = heads
+    reads = TILE / gpu.mma_rows / ctas
+    first = d + dv + (TILE if "ds" in staged else 0)  # of S, dP, dQ
+    if "p" in staged:
+        first += 2 * TILE  # of dV and dK, which else have P and dS at hand
+    smem = _operand_cycles(first) + reads * _operand_cycles(3 * d + 2 * dv)
+    smem += _operand_cycles(TILE) * (("p" in staged) + ("ds" in staged))
+    if "dq" in staged:
+        smem += 2 * TILE * d * FLOAT_BYTES / SMEM_BYTES  # written, and read by TMA
+    # Of the softmax only exponentials are left, but dS = P (dP - delta) is added: about as much.
+    return Cycles(
+        mma=2 * SCORES * (3 * d + 2 * dv) / gpu.mma_flops,
+        exp2=exp2_cycles(gpu, 0.0),
+        issue=issue_cycles(gpu, 0.0),
+        smem=smem,
+    )
+
+
+def fill_cycles(heads: tuple[int, int], sharing: float) -> float:
+    """Of shared memory, while TMA writes what passes by: 128 rows of D and Dv columns.
+
+    ``sharing`` counts the tiles, in all CTAs that share their halves, that use them.
+    """
+    return _operand_cycles(sum(heads)) / sharing
+
+
+class Work(NamedTuple):
+    """What a problem asks for, and what has to pass between memory and chip for it.
+
+    Attributes:
+        flops: of the products over visible pairs, a multiply-add counting as two.
+        hbm_bytes: if every array crosses once, whatever the L2 cache makes of it.
+        cta_bytes: that CTAs fetch and write, if the L2 cache served none of it.
+    """
+
+    flops: int
+    hbm_bytes: int
+    cta_bytes: int
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte of memory: how far right on the roofline a problem is at best."""
+        return self.flops / self.hbm_bytes
+
+    @property
+    def cta_intensity(self) -> float:
+        """FLOP per byte that CTAs move; what the L2 cache must make up is the ratio of the two."""
+        return self.flops / self.cta_bytes
+
+
+def visible_pairs(problem: Problem) -> int:
+    """(query, key) pairs of one head of one sequence that are computed."""
+    band, q_len, kv_len = problem.semantics.band, problem.q_len, problem.kv_len
+    if band.is_full:
+        return q_len * kv_len
+    shift = band.shift(q_len, kv_len)
+    window = Window(shift, band.left_bound, band.right_bound, q_len, kv_len)
+    ranges = (key_range(window, row) for row in range(q_len))
+    return sum(max(keys.hi - keys.lo, 0) for keys in ranges)
+
+
+def work(problem: Problem, operation: Operation, block: int) -> Work:
+    """FLOP and bytes of a problem with one length.
+
+    A forward CTA keeps ``block`` query rows and has the keys that they see pass by; a backward CTA
+    keeps ``block`` keys, and queries, dO, their statistics and sums of dQ pass by.
+    """
+    batch, d, dv = problem.batch, problem.head_dim, problem.value_dim
+    pairs = visible_pairs(problem) * batch * problem.num_q_heads
+    rows = batch * problem.q_len * problem.num_q_heads
+    keys = batch * problem.kv_len * problem.num_kv_heads
+    head_bytes = (d + dv) * ELEMENT_BYTES
+    if operation == "fwd":
+        statistics = rows * FLOAT_BYTES  # lse
+        return Work(
+            flops=2 * pairs * (d + dv),
+            hbm_bytes=(rows + keys) * head_bytes + statistics,
+            cta_bytes=rows * head_bytes + statistics + pairs * head_bytes // block,
+        )
+    # q, out, dout, dq by row; lse, delta and lse2 written and read; the float32 sums of dQ too.
+    row_bytes = (2 * d + 2 * dv) * ELEMENT_BYTES + (5 + 2 * d) * FLOAT_BYTES
+    passing = head_bytes + (2 + d) * FLOAT_BYTES
+    return Work(
+        flops=2 * pairs * (3 * d + 2 * dv),
+        hbm_bytes=rows * row_bytes + 2 * keys * head_bytes,
+        cta_bytes=2 * keys * head_bytes + pairs * passing // block,
+    )
+
+
+def attainable_flops(gpu: Gpu, cycles: Cycles, intensity: float) -> float:
+    """Operations per second under both roofs: SMs at their bound, and memory."""
+    return min(gpu.peak_flops * cycles.efficiency, gpu.hbm_bytes * intensity)
+
+
+def flash_attention_4_polynomials(heads: tuple[int, int], mask: str) -> float:
+    """Share of exponentials that FlashAttention-4's forward evaluates as polynomials on B200.
+
+    Read off the settings of its release 4.0.0b36, where of each so many of 32 consecutive
+    exponentials four are polynomials, and some groups of 32 are left out.
+    """
+    d, _ = heads
+    if d == 192:
+        return 0.1875 if mask == "full" else 0.0625
+    if d == 256 or (d == 128 and mask == "full"):
+        return 0.1875
+    return 0.125

@@ -1,0 +1,319 @@
+"""The audit of compiled kernels: machine code, bank conflicts, verdicts, what is printed."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from jax_fa import aot_audit, aot_cubin, aot_sass, config, inspect
+from jax_fa.aot_sass import Code, Instruction
+from jax_fa.kernels import banks
+from jax_fa.variants import BY_NAME, VARIANTS
+
+# ---------------------------------------------------------------------------------- machine code
+
+LISTING = """
+	.target	sm_100
+.text.one:
+        /*0000*/                   LDC R1, c[0x0][0x37c] ;
+.L_x_1:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*0020*/              @!P0 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0030*/                   LDTM.x32 R4, tmem[UR5] ;
+        /*0040*/               @P1 BRA `(.L_x_5) ;
+        /*0050*/                   MUFU.EX2 R4, R4 ;
+.L_x_5:
+        /*0060*/                   F2FP.BF16.F32.PACK_AB R5, R6, R4 ;
+        /*0070*/                   BRA.U UP0, `(.L_x_1) ;
+        /*0080*/                   EXIT ;
+.L_x_3:
+        /*0090*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*00a0*/              @!P0 BRA `(.L_x_3) ;
+        /*00b0*/                   BRA `(.L_x_2) ;
+.L_x_4:
+        /*00c0*/                   BRA `(.L_x_4) ;
+.text.two:
+        /*0000*/                   STL [R1], R2 ;
+        /*0010*/                   EXIT ;
+"""
+
+
+def test_listing_is_read_kernel_by_kernel():
+    one, two = aot_sass.parse(LISTING)
+    assert (one.name, len(one.instructions)) == ("one", 13)
+    assert one.labels[".L_x_3"] == 9
+    assert one.instructions[2] == Instruction("BRA", "`(.L_x_3)", "!P0")
+    assert [i.opcode for i in two.instructions] == ["STL", "EXIT"]
+
+
+def test_a_wait_that_spins_out_of_line_makes_no_loop_around_the_kernel():
+    outer, spin = sorted(aot_sass.loops(aot_sass.parse(LISTING)[0]), key=lambda x: -len(x.body))
+    assert spin.body == {9, 10}
+    assert outer.body == set(range(1, 8)) | {9, 10, 11}
+
+
+def test_what_an_iteration_always_executes_leaves_out_waiting_and_branches():
+    outer = max(aot_sass.loops(aot_sass.parse(LISTING)[0]), key=lambda x: len(x.body))
+    assert outer.every_time == (1, 2, 3, 4, 6, 7)
+
+
+def loops_by_definition(edges, size):
+    """Natural loops, dominance being "removing it makes the other unreachable"."""
+
+    def reachable(without=None):
+        seen, pending = set(), [0] if without != 0 else []
+        while pending:
+            block = pending.pop()
+            if block not in seen:
+                seen.add(block)
+                pending += [b for a, b in edges if a == block and b != without]
+        return seen
+
+    everything = reachable()
+    found = {}
+    for tail, head in edges:
+        if tail in everything and (tail == head or tail not in reachable(without=head)):
+            body, pending = {head}, [tail]
+            while pending:
+                block = pending.pop()
+                if block not in body:
+                    body.add(block)
+                    pending += [a for a, b in edges if b == block and a in everything]
+            found.setdefault(head, set()).update(body)
+    return {frozenset(body) for body in found.values()}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_loops_of_random_programs_are_those_of_the_definition(seed):
+    """Each instruction is a block: a branch, a jump, or neither."""
+    choose = random.Random(seed)
+    size = choose.randint(3, 12)
+    instructions, edges = [], []
+    for at in range(size):
+        kind, target = choose.choice(["plain", "branch", "jump"]), choose.randrange(size)
+        if kind != "plain":
+            edges.append((at, target))
+        if kind != "jump" and at + 1 < size:
+            edges.append((at, at + 1))
+        operands = "" if kind == "plain" else f"`(.L_x_{target})"
+        predicate = "P0" if kind == "branch" else ""
+        opcode = "NOP" if kind == "plain" else "BRA"
+        instructions.append(Instruction(opcode, operands, predicate))
+    labels = {f".L_x_{at}": at for at in range(size)}
+    found = aot_sass.loops(Code("random", tuple(instructions), labels))
+    assert {loop.body for loop in found} == loops_by_definition(edges, size)
+
+
+@pytest.mark.parametrize(
+    "opcode, meaning",
+    [
+        ("UTCHMMA", "tcgen05.mma"),
+        ("UTCQMMA.2CTA", "tcgen05.mma"),
+        ("UTCBAR", "tcgen05.commit"),
+        ("LDTM.x32", "tcgen05.ld"),
+        ("HGMMA.64x128x16.F32.BF16", "wgmma"),
+        ("HMMA.16816.F32", "mma.sync"),
+        ("UTMALDG.4D", "tma load"),
+        ("UTMAREDG.4D", "tma reduce"),
+        ("LDGSTS.E.BYPASS.LTC128B.128", "cp.async"),
+        ("LDSM.16.M88.4", "ldmatrix"),
+        ("REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU", "red.global.v4"),
+        ("REDG.E.ADD.S32.STRONG.GPU", "red.global"),
+        ("MUFU.RCP", "other special"),
+        ("FFMA2", "packed f32"),
+        ("FFMA", "scalar f32"),
+        ("STL.64", "local memory"),
+        ("BAR.SYNC.DEFER_BLOCKING", "named barrier"),
+    ],
+)
+def test_an_instruction_has_one_meaning(opcode, meaning):
+    counts = aot_sass.count([Instruction(opcode)])
+    assert {name for name, number in counts.items() if number} == {meaning, "all"}
+
+
+# --------------------------------------------------------------------------------- bank conflicts
+
+
+@pytest.mark.parametrize(
+    "stride, size, expected",
+    [(4, 4, 1), (8, 4, 2), (128, 4, 32), (0, 4, 1), (16, 16, 4), (128, 16, 32), (132, 4, 1)],
+)
+def test_passes_of_strided_lanes(stride, size, expected):
+    assert banks.passes([lane * stride for lane in range(32)], size) == expected
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_a_swizzle_permutes_the_pieces_of_a_line(width):
+    for line in range(0, 2048, 128):
+        moved = [banks.swizzled(line + piece, width) for piece in range(0, 128, 16)]
+        assert sorted(moved) == list(range(line, line + 128, 16))
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64, 96, 128, 192, 256])
+def test_eight_rows_of_any_column_are_read_in_one_pass(columns):
+    tile = banks.Tile(128, columns, columns)
+    for row in range(0, 128, 8):
+        for column in range(0, columns, 8):
+            addresses = [tile.address(row + i, column) for i in range(8)]
+            assert banks.passes(addresses, 16) == 1
+
+
+def test_without_the_swizzle_eight_rows_meet_in_the_same_banks():
+    tile = banks.Tile(128, 64, 64, is_swizzled=False)
+    assert banks.passes([tile.address(row, 0) for row in range(8)], 16) == 8
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_no_access_of_any_kernel_has_conflicts_and_the_swizzle_is_why(variant):
+    found = banks.accesses(variant.key, aot_audit.choose_config(variant))
+    if not found:
+        pytest.skip("its accesses are not listed")
+    assert banks.conflicts(found) == []
+    assert any(access.passes(swizzle=False) > access.fewest for access in found)
+
+
+# ------------------------------------------------------------------------------------- verdicts
+
+FORWARD = BY_NAME["fwd_sm100_bf16_d128_full"]
+GOOD = ["UTCHMMA", "UTMALDG.4D", "UTMASTG.4D", "LDTM.x32", "STTM.x16"]
+
+
+def softmax_code(*others, polynomials=6):
+    """A kernel whose loop takes the exponentials of 128 scores."""
+    special = 128 - 4 * polynomials
+    body = ["MUFU.EX2"] * special + ["FADD2.RM"] * (2 * polynomials) + ["F2FP.BF16"] * 64
+    instructions = [Instruction(opcode) for opcode in [*GOOD, *others, *body]]
+    start = len(instructions) - len(body)
+    instructions += [Instruction("BRA", "`(.L_x_0)", "P0"), Instruction("EXIT")]
+    return Code("kernel", tuple(instructions), {".L_x_0": start})
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """One kernel of good manners, in place of what an object holds."""
+    good = aot_cubin.Kernel("kernel", 128, 0, 1024, 4096, (8,))
+    monkeypatch.setattr(aot_cubin, "kernels", lambda path: (good,))
+    return good
+
+
+def audited(code, shared=(1024,), variant=FORWARD):
+    report = aot_audit.resources(variant, None, shared)
+    aot_audit.audit_code(report, variant, [code])
+    return report
+
+
+def test_a_good_kernel_is_ok_in_plain_words(kernel):
+    report = audited(softmax_code())
+    assert report.verdict == (
+        "tcgen05.mma, TMA both ways, tensor memory read and written, no local memory: ok"
+    )
+    assert report.softmax.polynomials == 6 / 32
+    assert report.softmax.special_cycles == 1024 * 26 / 32
+    assert report.softmax.scores_per_thread == 128
+    assert report.tmem_columns == (512, 512)
+
+
+@pytest.mark.parametrize(
+    "code, complaint",
+    [
+        (softmax_code("STL"), "1 instructions use local memory"),
+        (softmax_code("LDGSTS.E"), "1 cp.async, which TMA should replace"),
+        (softmax_code("HMMA.16816.F32"), "1 mma.sync, which tcgen05.mma should replace"),
+        (softmax_code(polynomials=8), "polynomials for 25.0% of exponentials, not 18.8%"),
+        (Code("k", (Instruction("EXIT"),), {}), "no tcgen05.mma; no tma load; no tma store"),
+        (Code("k", (Instruction("EXIT"),), {}), "no loop that takes exponentials"),
+    ],
+)
+def test_a_bad_kernel_is_told_what_is_wrong(kernel, code, complaint):
+    assert complaint in audited(code).verdict
+
+
+def test_spills_and_too_much_shared_memory_are_problems(kernel, monkeypatch):
+    monkeypatch.setattr(aot_cubin, "kernels", lambda path: (replace(kernel, stack_bytes=8),))
+    problems = aot_audit.resources(FORWARD, None, [232449]).problems
+    assert problems == ["spills: 8 bytes of stack", "shared memory of 232449 bytes is too much"]
+
+
+def test_a_plan_that_does_not_fit_is_a_problem(kernel, monkeypatch):
+    crowded = replace(config.blackwell_forward(FORWARD.key), softmax_registers=240)
+    monkeypatch.setattr(aot_audit, "choose_config", lambda variant: crowded)
+    assert "registers" in aot_audit.resources(FORWARD, None, ()).problems[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_every_variant_has_a_model_a_plan_and_an_expectation(variant):
+    for gpu in inspect._gpus_for(variant, []):
+        model = aot_audit.model(variant, gpu, aot_audit.Lengths())
+        assert 0 < model.efficiency <= 1 and model.tflops > 0
+    assert aot_audit.plan_of(variant).roles
+    assert (variant.kernels, variant.operation) in aot_audit._EXPECTED
+
+
+def test_polynomials_lift_small_heads_above_flash_attention_4():
+    variant = BY_NAME["fwd_sm100_bf16_d64_full"]
+    (gpu,) = inspect._gpus_for(variant, [])
+    ours = aot_audit.model(variant, gpu, aot_audit.Lengths())
+    _, exp2, issue = inspect.flash_attention_4(variant)
+    assert max(ours.cycles["exp2"], ours.cycles["issue"]) < max(float(exp2), float(issue))
+
+
+# ------------------------------------------------------------------------------ the command line
+
+
+def test_without_a_folder_the_model_is_printed_as_a_model(capsys, tmp_path):
+    path = tmp_path / "out.json"
+    arguments = ["--variants", "fwd_sm*_bf16_d128_full", "--banks", "--json", str(path)]
+    assert inspect.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Model, computed from published rates")
+    assert "fwd_sm100_bf16_d128_full  B200" in printed
+    variants = json.loads(path.read_text())["variants"]
+    assert {variant["name"] for variant in variants} == {
+        f"fwd_{arch}_bf16_d128_full" for arch in ("sm90", "sm100", "sm103", "sm110")
+    }
+    assert all(variant["models"][0]["cycles"]["mma"] for variant in variants)
+
+
+def test_gpus_can_be_chosen_and_the_problem_too(capsys):
+    arguments = ["--variants", "fwd_sm90_bf16_d128_causal", "--gpu", "H100", "H200"]
+    assert inspect.main([*arguments, "--q-len", "1", "--kv-len", "4096"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 queries in\n16 heads, 4096 keys" in printed
+    assert "H100" in printed and "H200" in printed
+
+
+def test_roofline_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "roofline.png"
+    assert inspect.main(["--variants", "*_d64_full", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_reports_are_printed_and_a_problem_is_the_exit_status(
+    kernel, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / f"{FORWARD.name}.o").touch()
+    monkeypatch.setattr(aot_sass, "find_nvdisasm", lambda: tmp_path)
+    monkeypatch.setattr(aot_sass, "disassemble", lambda path, nvdisasm: (softmax_code(),))
+    path = tmp_path / "out.json"
+    assert inspect.main([str(tmp_path), "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{FORWARD.name}: tcgen05.mma, TMA both ways" in printed
+    assert "18.8%" in printed
+    (found,) = json.loads(path.read_text())["variants"]
+    assert found["verdict"].endswith(": ok") and found["counts"]["tcgen05.mma"] == 1
+    monkeypatch.setattr(aot_sass, "disassemble", lambda path, nvdisasm: (softmax_code("LDL"),))
+    assert inspect.main([str(tmp_path)]) == 1
+    assert "1 instructions use local memory" in capsys.readouterr().out
+
+
+def test_an_empty_folder_and_a_missing_disassembler_are_told(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        inspect.main([str(tmp_path), "--no-sass"])
+    assert "python -m jax_fa.aot writes objects" in capsys.readouterr().err
+    monkeypatch.setattr(aot_sass, "find_nvdisasm", lambda: None)
+    with pytest.raises(SystemExit):
+        inspect.main([str(tmp_path)])
+    assert "pip install nvidia-cuda-nvdisasm" in capsys.readouterr().err
