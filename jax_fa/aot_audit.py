@@ -73,7 +73,7 @@ class Softmax:
         polynomials: share of exponentials that are none of the special function unit's.
         special_cycles: of the special function unit, all its functions at the rate of exponentials.
         issue_cycles: of the schedulers.
-        other_loops: warp instructions in loops of the same kind that take more: masked blocks.
+        other_loops: warp instructions of the other loops of the kind: masked blocks, other roles.
     """
 
     instructions: float

@@ -56,6 +56,7 @@ MEANINGS = {
     "scalar f32": r"F(FMA|ADD|MUL)",
     "max": r"FMNMX3?",
     "convert": r"F2FP",
+    "select": r"F?SEL",
     "shuffle": r"SHFL",
     "mbarrier": r"SYNCS",
     "named barrier": r"BAR",
@@ -329,7 +330,7 @@ MIN_SCORES = 16
 
 
 def softmax_loops(code: Code, rounded: int) -> list[MainLoop]:
-    """The loops that turn scores into probabilities, the cheapest per score first.
+    """The loops that turn scores into probabilities, those that select least, hence mask, first.
 
     They are found by content: innermost among the loops in which exponentials are taken and values
     rounded in pairs, ``rounded`` values for each score (P, and in a backward dS). Masks and rare
@@ -342,4 +343,4 @@ def softmax_loops(code: Code, rounded: int) -> list[MainLoop]:
         if min(counts["exp2"], scores) >= MIN_SCORES:
             candidates.append((loop.body, MainLoop(counts, scores)))
     found = [main for body, main in candidates if not any(other < body for other, _ in candidates)]
-    return sorted(found, key=lambda main: main.counts["all"] / main.scores)
+    return sorted(found, key=lambda main: (main.counts["select"], main.counts["all"]))

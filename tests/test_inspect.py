@@ -181,13 +181,17 @@ GOOD = ["UTCHMMA", "UTMALDG.4D", "UTMASTG.4D", "LDTM.x32", "STTM.x16"]
 
 
 def softmax_code(*others, polynomials=6):
-    """A kernel whose loop takes the exponentials of 128 scores."""
+    """A kernel whose loops take the exponentials of 128 scores, the first of them masked."""
     special = 128 - 4 * polynomials
-    body = ["MUFU.EX2"] * special + ["FADD2.RM"] * (2 * polynomials) + ["F2FP.BF16"] * 64
-    instructions = [Instruction(opcode) for opcode in [*GOOD, *others, *body]]
-    start = len(instructions) - len(body)
-    instructions += [Instruction("BRA", "`(.L_x_0)", "P0"), Instruction("EXIT")]
-    return Code("kernel", tuple(instructions), {".L_x_0": start})
+    masked = ["SEL"] * 4 + ["MUFU.EX2"] * 128 + ["F2FP.BF16"] * 64
+    plain = ["MUFU.EX2"] * special + ["FADD2.RM"] * (2 * polynomials) + ["F2FP.BF16"] * 64
+    instructions = [Instruction(opcode) for opcode in [*GOOD, *others]]
+    labels = {}
+    for number, body in enumerate((masked, plain + ["NOP"] * 100)):
+        labels[f".L_x_{number}"] = len(instructions)
+        instructions += [Instruction(opcode) for opcode in body]
+        instructions.append(Instruction("BRA", f"`(.L_x_{number})", "P0"))
+    return Code("kernel", (*instructions, Instruction("EXIT")), labels)
 
 
 @pytest.fixture
@@ -213,6 +217,12 @@ def test_a_good_kernel_is_ok_in_plain_words(kernel):
     assert report.softmax.special_cycles == 1024 * 26 / 32
     assert report.softmax.scores_per_thread == 128
     assert report.tmem_columns == (512, 512)
+
+
+def test_the_loop_that_counts_is_the_one_that_masks_nothing_even_if_it_is_longer(kernel):
+    softmax = audited(softmax_code()).softmax
+    assert softmax.by_meaning.get("select", 0) == 0
+    assert softmax.instructions > max(softmax.other_loops)
 
 
 @pytest.mark.parametrize(
