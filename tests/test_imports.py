@@ -51,6 +51,7 @@ TOWERS = {
         Layer("kernels.primitives", "cutlass cuda"),
         Layer("kernels.tiles", "cutlass cuda"),
         Layer("kernels.softmax", "cutlass cuda"),
+        Layer("kernels.segments", "cutlass cuda"),
         Layer("kernels.forward_work", "cutlass cuda"),
         Layer("kernels.backward_rows", "cutlass cuda"),
         Layer("kernels.backward_work", "cutlass cuda"),

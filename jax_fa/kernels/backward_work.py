@@ -11,8 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, q_blocks
-from jax_fa.kernels import backward_rows, edges, tiles
-from jax_fa.kernels.forward_work import NO_SEGMENT
+from jax_fa.kernels import backward_rows, segments, tiles
 
 ROUNDS_PER_BAND = 2
 """Tiles that a CTA gets of a band of heads, about."""
@@ -131,12 +130,15 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
         blocks = Blocks(zero, zero, zero, zero)
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
-            start, end = blocks.start, blocks.end
+            start, full_start, full_end, end = blocks
             if scalars.deterministic == 0:
                 # Turns are counted by the band, so a deterministic run visits all of it.
-                start = cutlass.max(start, x.smem.segment_rows[0] // config.block_q)
-                end = cutlass.min(end, ceil_div(x.smem.segment_rows[1], config.block_q))
-            blocks = Blocks(start, start, start, cutlass.max(start, end))
+                first_seen, end_seen = segments.visited(x.smem.segment_rows, config.block_q)
+                start, end = cutlass.max(start, first_seen), cutlass.min(end, end_seen)
+            first_alike, end_alike = segments.alike(x.smem.segment_rows, config.block_q)
+            full_start = cutlass.max(full_start, first_alike)
+            full_end = cutlass.max(cutlass.min(full_end, end_alike), full_start)
+            blocks = Blocks(start, full_start, full_end, cutlass.max(start, end))
     per_part = ceil_div(scalars.group, scalars.splits)
     first = tile.q_head % scalars.splits * per_part
     num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)
@@ -160,36 +162,16 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
 
 @cute.jit
 def find_segment_rows(variant: cutlass.Constexpr, x: Any) -> None:
-    """Narrows the tile's queries to those whose segment lies in the range of its keys' segments.
-
-    All threads of the CTA share the scan; the result goes to ``smem.segment_rows``.
-    """
+    """Narrows the tile's queries by segments, into ``smem.segment_rows``. The whole CTA calls."""
     scalars, config = x.scalars, variant.config
-    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
     tile, span, window, blocks = band_of(variant, x, tile_at(variant, x, Int32(0)))
-    lowest, highest = Int32(NO_SEGMENT), Int32(-NO_SEGMENT - 1)
-    base = tile.batch * scalars.keys.q_len + span.q_start
-    for i in cutlass.range_constexpr(config.block_kv // edges.WARP):
-        key = tile.q_block * config.block_kv + lane + i * edges.WARP
-        present = cutlass.max(cutlass.min(key, window.kv_len - 1), 0)
-        if window.kv_len > 0:
-            segment = tiles.element(scalars.kv_segments, base + present)
-            lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
-    lowest = cute.arch.warp_redux_sync(lowest, "min")
-    highest = cute.arch.warp_redux_sync(highest, "max")
-    first, end = Int32(UNBOUNDED), Int32(0)
-    base = tile.batch * scalars.keys.kv_len + span.kv_start
-    begin = blocks.start * config.block_q + thread
-    beyond = cutlass.min(blocks.end * config.block_q, window.q_len)
-    for row in cutlass.range(begin, beyond, variant.plan.threads, unroll=8):
-        segment = tiles.element(scalars.q_segments, base + row)
-        if (segment >= lowest) & (segment <= highest):
-            first, end = cutlass.min(first, row), row + 1
-    first = cute.arch.warp_redux_sync(first, "min")
-    end = cute.arch.warp_redux_sync(end, "max")
-    if lane == 0:
-        cute.arch.atomic_min(x.smem.segment_rows.iterator, first, scope="cta")
-        cute.arch.atomic_max(x.smem.segment_rows.iterator + 1, end, scope="cta")
+    keys = scalars.kv_segments + (tile.batch * scalars.keys.q_len + span.q_start)
+    rows = scalars.q_segments + (tile.batch * scalars.keys.kv_len + span.kv_start)
+    first_key = tile.q_block * config.block_kv
+    wanted = segments.lowest_and_highest(keys, first_key, window.kv_len - 1, config.block_kv)
+    end = cutlass.min(blocks.end * config.block_q, window.q_len)
+    searched = (blocks.start * config.block_q, end)
+    segments.scan(x.smem.segment_rows, rows, searched, wanted, variant.plan.threads)
 
 
 def first_step(work: Work, parity: Int32) -> Step:

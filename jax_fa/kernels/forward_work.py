@@ -12,10 +12,7 @@ from cutlass import Float32, Int32, const_expr
 
 from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, kv_blocks
 from jax_fa.config import KernelKey
-from jax_fa.kernels import edges, primitives, tiles
-
-NO_SEGMENT = 0x7FFFFFFF
-"""Larger than any segment id, as a minimum to start from."""
+from jax_fa.kernels import edges, primitives, segments, tiles
 
 
 class Variant(NamedTuple):
@@ -136,9 +133,11 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
     start, full_start, full_end, end = blocks
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.q_segments):
-            start = cutlass.max(start, x.smem.segment_keys[0] // block_kv)
-            end = cutlass.min(end, ceil_div(x.smem.segment_keys[1], block_kv))
-            full_start, full_end = start, start
+            first_seen, end_seen = segments.visited(x.smem.segment_keys, block_kv)
+            start, end = cutlass.max(start, first_seen), cutlass.min(end, end_seen)
+            first_alike, end_alike = segments.alike(x.smem.segment_keys, block_kv)
+            full_start = cutlass.min(cutlass.max(full_start, first_alike), end)
+            full_end = cutlass.max(cutlass.min(full_end, end_alike), full_start)
     # A tile without keys works on one block, all of it masked: no path of its own.
     end = cutlass.max(end, start + 1)
     return Work(tile, span, window, Blocks(start, full_start, full_end, end))
@@ -146,37 +145,17 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
 
 @cute.jit
 def find_segment_keys(variant: cutlass.Constexpr, x: Any) -> None:
-    """Narrows the tile's keys to those whose segment lies in the range of its queries' segments.
-
-    All threads of the CTA share the scan; the result goes to ``smem.segment_keys``.
-    """
-    scalars, sequences = x.scalars, x.scalars.sequences
-    thread = cute.arch.thread_idx()[0]
-    threads, lane = variant.plan.threads, cute.arch.lane_idx()
+    """Narrows the tile's keys by segments, into ``smem.segment_keys``. The whole CTA calls."""
+    scalars, sequences, config = x.scalars, x.scalars.sequences, variant.config
     tile = tile_at(variant, x, Int32(0))
     span = span_of(variant, x, tile)
     _, blocks = band_of(variant, x, span)
-    lowest, highest = Int32(NO_SEGMENT), Int32(-NO_SEGMENT - 1)
-    for i in cutlass.range_constexpr(ceil_div(variant.config.block_q, edges.WARP)):
-        row = cutlass.min(span.first_row + lane + i * edges.WARP, span.q_slot - 1)
-        base = tile.batch * sequences.q_len + span.q_start
-        segment = tiles.element(scalars.q_segments, base + cutlass.max(row, 0))
-        lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
-    lowest = cute.arch.warp_redux_sync(lowest, "min")
-    highest = cute.arch.warp_redux_sync(highest, "max")
-    first, end = Int32(UNBOUNDED), Int32(0)
-    base = tile.batch * sequences.kv_len + span.kv_start
-    begin = blocks.start * variant.config.block_kv + thread
-    beyond = cutlass.min(blocks.end * variant.config.block_kv, span.kv_len)
-    for key in cutlass.range(begin, beyond, threads, unroll=8):
-        segment = tiles.element(scalars.kv_segments, base + key)
-        if (segment >= lowest) & (segment <= highest):
-            first, end = cutlass.min(first, key), key + 1
-    first = cute.arch.warp_redux_sync(first, "min")
-    end = cute.arch.warp_redux_sync(end, "max")
-    if lane == 0:
-        cute.arch.atomic_min(x.smem.segment_keys.iterator, first, scope="cta")
-        cute.arch.atomic_max(x.smem.segment_keys.iterator + 1, end, scope="cta")
+    rows = scalars.q_segments + (tile.batch * sequences.q_len + span.q_start)
+    keys = scalars.kv_segments + (tile.batch * sequences.kv_len + span.kv_start)
+    wanted = segments.lowest_and_highest(rows, span.first_row, span.q_slot - 1, config.block_q)
+    end = cutlass.min(blocks.end * config.block_kv, span.kv_len)
+    searched = (blocks.start * config.block_kv, end)
+    segments.scan(x.smem.segment_keys, keys, searched, wanted, variant.plan.threads)
 
 
 @cute.jit

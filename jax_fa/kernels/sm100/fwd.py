@@ -22,9 +22,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from jax_fa.band import UNBOUNDED
 from jax_fa.config import BlackwellForward, KernelKey
-from jax_fa.kernels import edges, host, primitives, tiles
+from jax_fa.kernels import edges, host, primitives, segments, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, find_segment_keys
 from jax_fa.kernels.sm100 import fwd_roles as roles
 from jax_fa.kernels.sm100 import fwd_softmax
@@ -87,7 +86,7 @@ def kernel(
         mbarriers: cute.struct.MemRange[Int64, plan.num_mbarriers]
         scrub: cute.struct.MemRange[Int64, 1]
         tmem: cute.struct.MemRange[Int32, 1]
-        segment_keys: cute.struct.MemRange[Int32, 2]
+        segment_keys: cute.struct.MemRange[Int32, segments.WORDS]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         kv: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         out: cute.struct.Align[cute.struct.MemRange[dtype, out_elements], 1024]
@@ -106,7 +105,7 @@ def kernel(
         out=sOut,
         stats=storage.stats.get_tensor(cute.make_layout((ROWS, 2, Q_TILES))),
         scrub=storage.scrub.data_ptr(),
-        segment_keys=storage.segment_keys.get_tensor(cute.make_layout(2)),
+        segment_keys=storage.segment_keys.get_tensor(cute.make_layout(segments.WORDS)),
     )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
@@ -115,8 +114,7 @@ def kernel(
         if const_expr(variant.is_general):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.scrub, 1)
-                smem.segment_keys[0] = Int32(UNBOUNDED)
-                smem.segment_keys[1] = Int32(0)
+                segments.reset(smem.segment_keys)
 
     def make_edge(data: str) -> tuple:
         first = storage.mbarriers.data_ptr() + plan.first_mbarrier(data)

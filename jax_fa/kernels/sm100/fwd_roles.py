@@ -42,7 +42,7 @@ class Smem(NamedTuple):
     out: cute.Tensor  # (128, Dv, 2)
     stats: cute.Tensor  # (128, 2, 2) row, {shrink or sum, maximum}, query tile
     scrub: cute.Pointer  # one mbarrier
-    segment_keys: cute.Tensor  # (2,) first key, and last key + 1, of the tile's segments
+    segment_keys: cute.Tensor  # (3,) kernels/segments.py
 
 
 class Context(NamedTuple):

@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from jax_fa.band import Blocks, key_range, kv_blocks
-from jax_fa.kernels import edges, primitives, softmax, tiles
+from jax_fa.kernels import edges, primitives, segments, softmax, tiles
 from jax_fa.kernels.forward_work import (
     Variant,
     Work,
@@ -43,7 +43,9 @@ def blocks_of_rows(
     full_end = cutlass.min(cutlass.max(own.full_end, full_start), end)
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.q_segments):
-            full_start, full_end = start, start
+            first_alike, end_alike = segments.alike(x.smem.segment_keys, BLOCK_KV)
+            full_start = cutlass.min(cutlass.max(full_start, first_alike), end)
+            full_end = cutlass.max(cutlass.min(full_end, end_alike), full_start)
     return Blocks(start, full_start, full_end, end)
 
 

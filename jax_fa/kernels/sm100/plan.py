@@ -55,7 +55,7 @@ SMEM_CAPACITY_BYTES = 227 * 1024
 FIRST_PAGE_BYTES = 1024
 """Mbarriers and single words share the first page of shared memory; swizzled tiles start behind."""
 WORDS_BYTES = 24
-"""One more mbarrier, the address of tensor memory, two keys."""
+"""One more mbarrier, the address of tensor memory, what is known of segments."""
 ELEMENT_BYTES = 2
 FLOAT_BYTES = 4
 Q_TILES = 2

@@ -17,9 +17,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from jax_fa.band import UNBOUNDED, ceil_div
+from jax_fa.band import ceil_div
 from jax_fa.config import HopperBackward, KernelKey
-from jax_fa.kernels import edges, host, primitives, tiles
+from jax_fa.kernels import edges, host, primitives, segments, tiles
 from jax_fa.kernels.backward_rows import Scratch, dense
 from jax_fa.kernels.backward_work import Scalars, bytes_per_head, find_segment_rows
 from jax_fa.kernels.sm90.bwd_roles import attend, keep_turns, load
@@ -56,7 +56,7 @@ def kernel(
         v_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("v").stages]
         q_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("q").stages]
         dout_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("dout").stages]
-        segment_rows: cute.struct.MemRange[Int32, 2]
+        segment_rows: cute.struct.MemRange[Int32, segments.WORDS]
         lse2: cute.struct.Align[
             cute.struct.MemRange[Float32, config.block_q * config.q_stages], 128
         ]
@@ -88,12 +88,11 @@ def kernel(
         p=primitives.smem_tensor(storage.ds if config.splits_keys else storage.p, layouts.ds),
         lse2=storage.lse2.get_tensor(cute.make_layout((config.block_q, config.q_stages))),
         delta=storage.delta.get_tensor(cute.make_layout((config.block_q, config.dout_stages))),
-        segment_rows=storage.segment_rows.get_tensor(cute.make_layout(2)),
+        segment_rows=storage.segment_rows.get_tensor(cute.make_layout(segments.WORDS)),
     )
     if const_expr(variant.is_general):
         if cute.arch.thread_idx()[0] == 0:
-            smem.segment_rows[0] = Int32(UNBOUNDED)
-            smem.segment_rows[1] = Int32(0)
+            segments.reset(smem.segment_rows)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     x = Context(tma, arrays, scratch, scalars, order, smem)

@@ -20,9 +20,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from jax_fa.band import UNBOUNDED, key_range
+from jax_fa.band import key_range
 from jax_fa.config import HopperForward, KernelKey
-from jax_fa.kernels import edges, host, primitives, softmax, tiles
+from jax_fa.kernels import edges, host, primitives, segments, softmax, tiles
 from jax_fa.kernels.forward_work import (
     Arrays,
     Scalars,
@@ -502,7 +502,7 @@ def kernel(
         k_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("k").stages]
         v_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("v").stages]
         scrub: cute.struct.MemRange[Int64, 1]
-        segment_keys: cute.struct.MemRange[Int32, 2]
+        segment_keys: cute.struct.MemRange[Int32, segments.WORDS]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
@@ -513,7 +513,7 @@ def kernel(
         k=primitives.smem_tensor(storage.k, layouts.k),
         v=primitives.smem_tensor(storage.v, layouts.v),
         scrub=storage.scrub.data_ptr(),
-        segment_keys=storage.segment_keys.get_tensor(cute.make_layout(2)),
+        segment_keys=storage.segment_keys.get_tensor(cute.make_layout(segments.WORDS)),
     )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
@@ -522,8 +522,7 @@ def kernel(
         if const_expr(variant.is_general):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.scrub, 1)
-                smem.segment_keys[0] = Int32(UNBOUNDED)
-                smem.segment_keys[1] = Int32(0)
+                segments.reset(smem.segment_keys)
     q_in, q_out = edges.make_edge(plan, "q", storage.q_barriers.data_ptr())
     k_in, k_out = edges.make_edge(plan, "k", storage.k_barriers.data_ptr())
     v_in, v_out = edges.make_edge(plan, "v", storage.v_barriers.data_ptr())

@@ -34,7 +34,7 @@ class Smem(NamedTuple):
     k: cute.Tensor  # (block_kv, D, stages)
     v: cute.Tensor  # (block_kv, Dv, stages)
     scrub: cute.Pointer  # one mbarrier
-    segment_keys: cute.Tensor  # (2,) first key, and last key + 1, of the tile's segments
+    segment_keys: cute.Tensor  # (3,) kernels/segments.py
 
 
 class Context(NamedTuple):

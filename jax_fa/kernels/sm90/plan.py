@@ -45,7 +45,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
         ),
         buffers=(
             Buffer("scrub", 8),  # mbarrier of a value block that is cleaned before use
-            Buffer("segment_keys", 8),  # keys that a tile's segments span
+            Buffer("segment_keys", 12),  # keys that a tile's segments span
             Buffer("q", q_bytes * config.q_stages),
             Buffer("k", k_bytes * config.stages),
             Buffer("v", v_bytes * config.stages),

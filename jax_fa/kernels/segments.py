@@ -1,0 +1,83 @@
+"""Segments: which blocks can share a segment with a tile, and which need not be asked.
+
+A tile's own elements (queries in the forward, keys in the backward) have segments in a range;
+blocks of the other side are visited from the first element in that range to the last. Where the
+tile has a single segment, and everything between the two belongs to it, as with documents longer
+than a tile, blocks within need no comparison of segments at all.
+
+The CTA scans together, once for its tile; the result is ``WORDS`` integers of shared memory: first
+match, last match + 1, and the number of matches, or 0 if the tile has several segments.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from jax_fa.band import UNBOUNDED, ceil_div
+from jax_fa.kernels import edges, tiles
+
+WORDS = 3
+_NONE = 0x7FFFFFFF
+"""Larger than any segment, as a minimum to start from."""
+
+
+def reset(found: cute.Tensor) -> None:
+    """Nothing is found yet. One thread calls, before a barrier of the CTA."""
+    found[0] = Int32(UNBOUNDED)
+    found[1] = Int32(0)
+    found[2] = Int32(0)
+
+
+@cute.jit
+def lowest_and_highest(
+    ids: cute.Pointer, first: Int32, last: Int32, rows: cutlass.Constexpr[int]
+) -> tuple:
+    """The range of ``ids[first : first + rows]``, nothing beyond ``last``. Whole warps call."""
+    lowest, highest = Int32(_NONE), Int32(-_NONE - 1)
+    if last >= 0:
+        for i in cutlass.range_constexpr(ceil_div(rows, edges.WARP)):
+            at = cutlass.min(first + cute.arch.lane_idx() + i * edges.WARP, last)
+            segment = tiles.element(ids, at)
+            lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
+    return cute.arch.warp_redux_sync(lowest, "min"), cute.arch.warp_redux_sync(highest, "max")
+
+
+@cute.jit
+def scan(
+    found: cute.Tensor,
+    ids: cute.Pointer,
+    searched: tuple[Int32, Int32],
+    wanted: tuple[Int32, Int32],
+    threads: cutlass.Constexpr[int],
+) -> None:
+    """Looks for segments from ``wanted[0]`` to ``wanted[1]`` in ``ids[searched[0]:searched[1]]``.
+
+    All ``threads`` of the CTA call; a barrier must follow before ``found`` is read.
+    """
+    lowest, highest = wanted
+    first, end, number = Int32(UNBOUNDED), Int32(0), Int32(0)
+    start = searched[0] + cute.arch.thread_idx()[0]
+    for at in cutlass.range(start, searched[1], threads, unroll=8):
+        segment = tiles.element(ids, at)
+        if (segment >= lowest) & (segment <= highest):
+            first, end, number = cutlass.min(first, at), at + 1, number + 1
+    first = cute.arch.warp_redux_sync(first, "min")
+    end = cute.arch.warp_redux_sync(end, "max")
+    number = cute.arch.warp_redux_sync(number if lowest == highest else Int32(0), "add")
+    if cute.arch.lane_idx() == 0:
+        cute.arch.atomic_min(found.iterator, first, scope="cta")
+        cute.arch.atomic_max(found.iterator + 1, end, scope="cta")
+        cute.arch.atomic_add(found.iterator + 2, number, scope="cta")
+
+
+def visited(found: cute.Tensor, size: int) -> tuple[Int32, Int32]:
+    """Blocks of ``size`` elements from the first that holds a match to the last + 1."""
+    return found[0] // size, ceil_div(found[1], size)
+
+
+@cute.jit
+def alike(found: cute.Tensor, size: cutlass.Constexpr[int]) -> tuple[Int32, Int32]:
+    """Blocks of ``size`` elements that share one segment with the whole tile; may be empty."""
+    first, end = ceil_div(found[0], size), found[1] // size
+    is_one_run = found[2] == found[1] - found[0]
+    return first, cutlass.max(end if is_one_run else first, first)
