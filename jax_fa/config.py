@@ -13,25 +13,27 @@ from jax_fa.kernels.abi import MaskClass
 
 BLACKWELL = ("sm_100f", "sm_103f", "sm_110f")
 """Targets: B200 and GB200; B300 and GB300; Thor."""
-BLACKWELL_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128))
-"""(D, Dv) that fit Blackwell's tensor memory; of 256/256, O alone would take all of it."""
+BLACKWELL_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+"""(D, Dv) that are compiled for Blackwell."""
 _WRITTEN = f"kernels are written for sm_90a, {', '.join(BLACKWELL)}"
 
 # Cycles per 128 x 128 block and SM at 16 exponentials, 8192 flops and 128 lane instructions a
-# cycle: MMA 512, 768, 1024, 1280 for D = 64, 96, 128, 192/128; exponentials 1024 (1 - f) with a
-# share f of polynomials; issue slots 384 + 640 f. D = 64 is bound by exponentials until f = 0.38,
-# where both take 630; D = 96 needs f = 0.25 to come down to its MMA; from D = 128 on a small share
-# keeps the exponentials from setting the pace together with the MMA.
-_POLYNOMIALS = {64: 12, 96: 8, 128: 6, 192: 4}
+# cycle: MMA 512, 768, 1024, 1280, 2048 for D = 64, 96, 128, 192/128, 256; exponentials 1024 (1 - f)
+# with a share f of polynomials; issue slots 384 + 640 f. D = 64 is bound by exponentials until
+# f = 0.38, where both take 630; D = 96 needs f = 0.25 to come down to its MMA; from D = 128 on a
+# small share keeps the exponentials from setting the pace together with the MMA.
+_POLYNOMIALS = {64: 12, 96: 8, 128: 6, 192: 4, 256: 6}
 """Of 32 exponentials, by head size D."""
 # Cycles that shared memory is busy for such a block, at 128 bytes a cycle: reading Q 2 D, K 2 D, V
 # 2 Dv, and D + Dv for TMA writing K and V, which two query tiles share. A pair of CTAs halves all
 # but the first. D = 64: 512 of 630, 96: 768 of 768, 128: 1024 of 1024, in a pair 640; 192/128: 1344
-# of 1280, in a pair 864. So pairs from D = 128 on. (Half of 96 columns is no whole panel of a
-# swizzle.) Only under a full mask: elsewhere the two CTAs of a pair see different keys, and both
-# would work on all that either sees. The price: 512 rows are worked on together, so the second CTA
-# of a head's last pair may have less to do than the first, and with up to 256 queries has nothing.
-_PAIRED_HEADS = (128, 192)
+# of 1280, in a pair 864; 256, where one query tile pays for writing: 2560 of 2048, in a pair 1536,
+# with 32 bytes a cycle from the L2 cache instead of 64. So pairs from D = 128 on. (Half of 96
+# columns is no whole panel of a swizzle.) Only under a full mask: elsewhere the two CTAs of a pair
+# see different keys, and both would work on all that either sees. The price: 512 rows are worked on
+# together, so the second CTA of a head's last pair may have less to do than the first, and with up
+# to 256 queries has nothing.
+_PAIRED_HEADS = (128, 192, 256)
 """Head sizes D whose kernels for the full mask work in pairs."""
 _FAST_EXPONENTIALS = ("sm_103f",)
 """Targets that exponentiate twice as fast as others, and use no polynomials."""
@@ -39,6 +41,8 @@ _MOST_POLYNOMIALS = {"full": 12, "causal": 8, "general": 6}
 """By mask, whatever D: with D = 64, the next two of causal and of general spill (DSL 4.8.1)."""
 _BLACKWELL_REGISTERS = {"full": (192, 80, 48), "causal": (200, 64, 48), "general": (200, 64, 48)}
 """Of the softmax roles, correct and the others; the smallest of the first that spill nothing."""
+_WIDE_REGISTERS = (208, 152, 144)
+"""The same where there is one softmax role, so that nobody is short of registers."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class HopperBackward:
 
 @dataclass(frozen=True)
 class BlackwellForward:
-    """A forward kernel's tile and resources: two tiles of 128 query rows by CTA, 128 keys by step.
+    """A forward kernel's tile and resources; its 128 keys by step are fixed.
 
     Attributes:
         polynomials: of 32 exponentials of an unmasked block, how many are evaluated as polynomials
@@ -143,6 +147,7 @@ class BlackwellForward:
         other_registers: per thread of all others, multiple of 8.
         ctas: that share their products; two on neighbouring query blocks keep one half of every
             key and value block each.
+        block_q: query rows of a CTA, 128 or 256.
     """
 
     polynomials: int
@@ -215,6 +220,8 @@ def blackwell_forward(key: KernelKey) -> BlackwellForward:
     if key.arch in _FAST_EXPONENTIALS:
         polynomials = 0
     ctas = 2 if key.mask == "full" and key.head_dim in _PAIRED_HEADS else 1
+    if key.value_dim > 128:
+        return BlackwellForward(polynomials, *_WIDE_REGISTERS, ctas, block_q=128)
     return BlackwellForward(polynomials, *_BLACKWELL_REGISTERS[key.mask], ctas)
 
 

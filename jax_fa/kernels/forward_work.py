@@ -162,13 +162,13 @@ def find_segment_keys(variant: cutlass.Constexpr, x: Any) -> None:
 def load_partial_v(
     variant: cutlass.Constexpr, x: Any, copied: tuple, used: Int32, slot: Any, phase: Int32
 ) -> None:
-    """One block of values, of which only the first ``used`` rows are the sequence's.
+    """A stage of values, of which only the first ``used`` rows are the sequence's.
 
     The others become zero: P is 0 for absent keys, but 0 * NaN is not. The detour over a barrier of
     its own is taken for the newest block of a tile at most.
     """
-    block_kv, words = variant.config.block_kv, variant.key.value_dim // 2
-    size_bytes = block_kv * variant.key.value_dim * variant.dtype.width // 8
+    rows, words = cute.size(x.smem.v, mode=[0]), variant.key.value_dim // 2
+    size_bytes = rows * variant.key.value_dim * variant.dtype.width // 8
     source, target = copied
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
@@ -176,7 +176,7 @@ def load_partial_v(
     cute.arch.mbarrier_wait(x.smem.scrub, phase)
     pairs = cute.recast_tensor(x.smem.v[None, None, slot.index], Int32)
     lane = cute.arch.lane_idx()
-    for row in cutlass.range(cutlass.max(used, 0), block_kv, unroll=1):
+    for row in cutlass.range(cutlass.max(used, 0), rows, unroll=1):
         for i in cutlass.range_constexpr(ceil_div(words, edges.WARP)):
             if lane + i * edges.WARP < words:
                 pairs[row, lane + i * edges.WARP] = Int32(0)

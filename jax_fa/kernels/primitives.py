@@ -276,18 +276,20 @@ def issue_umma(
     b: cute.Tensor,
     accumulate: Boolean | bool,
     slabs: cutlass.Constexpr[range],
+    first_of_b: cutlass.Constexpr[int] = 0,
 ):
     """Issues the tcgen05.mma of ``acc (+)= A B`` for some 16-wide slabs of the K mode.
 
-    The K mode of the fragments ``a`` and ``b`` is the last. Called by a whole warp. Work of one CTA
-    is done in the order of issue; the commit of an edge tells when.
+    ``slabs`` are numbers in A; B holds those from ``first_of_b`` on. The first slab of A starts a
+    new sum unless ``accumulate``. The K mode of the fragments ``a`` and ``b`` is the last. Called
+    by a whole warp. Work of one CTA is done in the order of issue; an edge's commit tells when.
     """
     # Rolled: the tensor core takes 64 cycles for a slab of 128 x 128, ample for computing the next
     # descriptors, which the compiler, if unrolled, keeps for all slabs at once, and spills.
     for k in cutlass.range(slabs.start, slabs.stop, unroll=1):
         atom = cute.make_mma_atom(mma.op)
         atom.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k - first_of_b], acc)
 
 
 def tmem_rows(tmem: cute.Pointer, first_column: int, columns: int) -> cute.Tensor:

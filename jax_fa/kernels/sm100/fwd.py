@@ -7,8 +7,15 @@
     correct                                [O0]     [O1]                      ... out0 out1
     store                                                                         ... out0 out1
 
-The tensor core multiplies for one query tile while the softmax of the other is computed. Here are
-host entry, memory and the dispatch of roles; the roles are in ``fwd_roles.py`` and
+With heads of 256 there is one query tile, and S is a block of keys ahead of PV:
+
+    load      k(n-1) q0 k(n-2) v(n-1) | k(n-3) v(n-2) | ...
+    mma          S0 S0(n-2) | PV0(n-1) S0(n-3) | PV0(n-2) S0(n-4) | ...
+    softmax0       [ P0(n-1) ]   [ P0(n-2) ]   [ P0(n-3) ]
+    correct                             [O0]          [O0]
+
+The tensor core multiplies for one query tile, or block, while the softmax of another is computed.
+Here are host entry, memory and the dispatch of roles; the roles are in ``fwd_roles.py`` and
 ``fwd_softmax.py``; roles, edges and memory as data in ``plan.py``. Conventions:
 ``jax_fa/problem.py``.
 """
@@ -28,43 +35,43 @@ from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, find_segm
 from jax_fa.kernels.sm100 import fwd_roles as roles
 from jax_fa.kernels.sm100 import fwd_softmax
 from jax_fa.kernels.sm100.fwd_roles import Context, Smem
-from jax_fa.kernels.sm100.plan import BLOCK_KV, Q_TILES, ROWS, TILE_EDGES, forward_plan
+from jax_fa.kernels.sm100.plan import BLOCK_KV, OUT_STAGES, ROWS, forward_plan, tiling
+
+
+class TileEdges(NamedTuple):
+    """The (producer, consumer) ends of the edges that each query tile has for itself."""
+
+    s: tuple
+    p: tuple
+    p_rest: tuple
+    stats: tuple
+    scaled: tuple
 
 
 class Layouts(NamedTuple):
-    """Shared memory layouts. Of a pair, a CTA has half the rows of k and half the columns of v."""
+    """Shared memory layouts; the sizes are those of ``plan.Tiling``.
 
-    q: cute.ComposedLayout  # (128, D, 2)
-    k: cute.ComposedLayout  # (128 / ctas, D, stages)
-    v: cute.ComposedLayout  # (128, Dv / ctas, stages), a stage as large as one of k
-    out: cute.ComposedLayout  # (128, Dv, 2)
+    Of a pair, a CTA has half the rows of k and half the columns of v.
+    """
+
+    q: cute.ComposedLayout  # (128, D, q_tiles)
+    k: cute.ComposedLayout  # (128 / ctas, kv_columns, kv_stages)
+    v: cute.ComposedLayout  # (kv_rows, Dv / ctas, kv_stages), a stage as large as one of k
+    out: cute.ComposedLayout  # (128, out_columns, 2)
 
 
 def make_layouts(variant: Variant) -> Layouts:
     """The layouts of a variant's shared memory."""
-    key, dtype = variant.key, variant.dtype
-    stages, ctas = variant.plan.edge("kv").stages, variant.plan.ctas
-    v = primitives.smem_layout(dtype, (BLOCK_KV, key.value_dim // ctas, stages))
-    if key.value_dim < key.head_dim:
-        rows, columns, _ = v.outer.shape
-        row_stride, column_stride, _ = v.outer.stride
-        outer = cute.make_layout(
-            (rows, columns, stages),
-            stride=(row_stride, column_stride, BLOCK_KV // ctas * key.head_dim),
-        )
-        v = cute.make_composed_layout(v.inner, 0, outer)
+    key, cut, ctas = variant.key, tiling(variant.key, variant.config), variant.plan.ctas
+    shapes = {
+        "q": (ROWS, key.head_dim, cut.q_tiles),
+        "k": (BLOCK_KV // ctas, cut.kv_columns, cut.kv_stages),
+        "v": (cut.kv_rows, key.value_dim // ctas, cut.kv_stages),
+        "out": (ROWS, cut.out_columns, OUT_STAGES),
+    }
     return Layouts(
-        q=primitives.smem_layout(dtype, (ROWS, key.head_dim, Q_TILES)),
-        k=primitives.smem_layout(dtype, (BLOCK_KV // ctas, key.head_dim, stages)),
-        v=v,
-        out=primitives.smem_layout(dtype, (ROWS, key.value_dim, Q_TILES)),
+        **{name: primitives.smem_layout(variant.dtype, shape) for name, shape in shapes.items()}
     )
-
-
-def _view(like: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
-    """Other data in the bytes of ``like``."""
-    pointer = cute.recast_ptr(like.iterator, layout.inner)
-    return cute.make_tensor(pointer, layout.outer)
 
 
 @cute.kernel
@@ -77,9 +84,7 @@ def kernel(
 ):
     """Device entry: shared and tensor memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
-    out_buffer = next(buffer for buffer in plan.buffers if buffer.name == "out")
-    out_elements = 0 if out_buffer.alias_of else cute.cosize(layouts.out)
-    is_pair = plan.ctas == 2
+    cut, is_pair = tiling(variant.key, variant.config), plan.ctas == 2
 
     @cute.struct
     class Storage:
@@ -89,21 +94,16 @@ def kernel(
         segment_keys: cute.struct.MemRange[Int32, segments.WORDS]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         kv: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
-        out: cute.struct.Align[cute.struct.MemRange[dtype, out_elements], 1024]
-        stats: cute.struct.MemRange[Float32, ROWS * 2 * Q_TILES]
+        out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.out)], 1024]
+        stats: cute.struct.MemRange[Float32, ROWS * 2 * cut.q_tiles]
 
     storage = SmemAllocator().allocate(Storage)
-    sQ = primitives.smem_tensor(storage.q, layouts.q)
-    sK = primitives.smem_tensor(storage.kv, layouts.k)
-    sOut = _view(sQ, layouts.out)
-    if const_expr(out_elements > 0):
-        sOut = primitives.smem_tensor(storage.out, layouts.out)
     smem = Smem(
-        q=sQ,
-        k=sK,
+        q=primitives.smem_tensor(storage.q, layouts.q),
+        k=primitives.smem_tensor(storage.kv, layouts.k),
         v=primitives.smem_tensor(storage.kv, layouts.v),
-        out=sOut,
-        stats=storage.stats.get_tensor(cute.make_layout((ROWS, 2, Q_TILES))),
+        out=primitives.smem_tensor(storage.out, layouts.out),
+        stats=storage.stats.get_tensor(cute.make_layout((ROWS, 2, cut.q_tiles))),
         scrub=storage.scrub.data_ptr(),
         segment_keys=storage.segment_keys.get_tensor(cute.make_layout(segments.WORDS)),
     )
@@ -120,9 +120,11 @@ def kernel(
         first = storage.mbarriers.data_ptr() + plan.first_mbarrier(data)
         return edges.make_edge(plan, data, first)
 
-    q, kv, o, out, room = (make_edge(data) for data in ("q", "kv", "o", "out", "room"))
-    s0, p0, p_rest0, stats0, scaled0 = (make_edge(f"{data}0") for data in TILE_EDGES)
-    s1, p1, p_rest1, stats1, scaled1 = (make_edge(f"{data}1") for data in TILE_EDGES)
+    shared = tuple(make_edge(data) for data in ("q", "kv", "o", "out"))
+    of_tiles = [
+        TileEdges(*(make_edge(f"{data}{tile}") for data in TileEdges._fields))
+        for tile in range(cut.q_tiles)
+    ]
     tmem_address = storage.tmem.data_ptr()
     if warp == plan.role("correct").warps.start:
         cute.arch.alloc_tmem(edges.TMEM_COLS, tmem_address, is_pair)
@@ -144,31 +146,27 @@ def kernel(
         if tiles.is_present(scalars.q_segments):
             find_segment_keys(variant, x)
             cute.arch.sync_threads()
-    edges_of_tiles = ((s0, p0, p_rest0, stats0, scaled0), (s1, p1, p_rest1, stats1, scaled1))
-    _dispatch(variant, x, warp, (q, kv, o, out, room), edges_of_tiles)
+    _dispatch(variant, x, warp, shared, tuple(of_tiles))
 
 
 @cute.jit
 def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple, of_tiles: tuple):
     """Sends every warp to its role, with the registers and the ends of edges that it has."""
     plan = variant.plan
-    q, kv, o, out, room = shared
-    (s0, p0, p_rest0, stats0, scaled0), (s1, p1, p_rest1, stats1, scaled1) = of_tiles
+    q, kv, o, out = shared
     # setmaxnreg works on warpgroups: the four single warps share a value.
     if warp < plan.role("correct").warps.start:
         cute.arch.setmaxregister_increase(plan.role("softmax0").registers)
-        if warp < plan.role("softmax1").warps.start:
-            ends = fwd_softmax.SoftmaxPipes(s0[1], p0[0], p_rest0[0], stats0[0])
-            fwd_softmax.attend(variant, x, 0, ends)
+        if const_expr(len(of_tiles) == 1):
+            fwd_softmax.attend(variant, x, 0, _softmax_pipes(of_tiles[0]))
+        elif warp < plan.role("softmax1").warps.start:
+            fwd_softmax.attend(variant, x, 0, _softmax_pipes(of_tiles[0]))
         else:
-            ends = fwd_softmax.SoftmaxPipes(s1[1], p1[0], p_rest1[0], stats1[0])
-            fwd_softmax.attend(variant, x, 1, ends)
+            fwd_softmax.attend(variant, x, 1, _softmax_pipes(of_tiles[1]))
     elif warp < plan.role("mma").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("correct").registers)
-        ends = fwd_softmax.CorrectPipes(
-            (stats0[1], stats1[1]), (scaled0[0], scaled1[0]), o[1], out[0]
-        )
-        fwd_softmax.correct(variant, x, ends)
+        stats, scaled = zip(*((tile.stats[1], tile.scaled[0]) for tile in of_tiles), strict=True)
+        fwd_softmax.correct(variant, x, fwd_softmax.CorrectPipes(stats, scaled, o[1], out[0]))
         # HAZARD: tensor memory is given back when nobody reads it any more; its last readers are
         # the four warps of this role. A pair gives back together; and neither of its CTAs may end
         # while the other still arrives at its barriers.
@@ -182,21 +180,20 @@ def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple
     else:
         cute.arch.setmaxregister_decrease(plan.role("mma").registers)
         if warp == plan.role("mma").warps.start:
-            ends = roles.MmaPipes(
-                q[1],
-                kv[1],
-                (s0[0], s1[0]),
-                (p0[1], p1[1]),
-                (p_rest0[1], p_rest1[1]),
-                (scaled0[1], scaled1[1]),
-                o[0],
+            s = tuple(tile.s[0] for tile in of_tiles)
+            answers = tuple(
+                roles.Answers(tile.scaled[1], tile.p[1], tile.p_rest[1]) for tile in of_tiles
             )
             if tiles.rank_in_cluster(plan.ctas) == edges.LEADER:
-                roles.mma(variant, x, ends)
+                roles.mma(variant, x, roles.MmaPipes(q[1], kv[1], s, answers, o[0]))
         elif warp == plan.role("store").warps.start:
-            roles.store(variant, x, roles.StorePipes(out[1], room[0]))
+            roles.store(variant, x, out[1])
         elif warp == plan.role("load").warps.start:
-            roles.load(variant, x, roles.LoadPipes(q[0], kv[0], room[1]))
+            roles.load(variant, x, roles.LoadPipes(q[0], kv[0]))
+
+
+def _softmax_pipes(tile: TileEdges) -> fwd_softmax.SoftmaxPipes:
+    return fwd_softmax.SoftmaxPipes(tile.s[1], tile.p[0], tile.p_rest[0], tile.stats[0])
 
 
 def make_entry(key: KernelKey, config: BlackwellForward) -> tuple[Callable, tuple]:

@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import edges, primitives, tiles
+from jax_fa.kernels import primitives, tiles
 from jax_fa.kernels.forward_work import (
     Arrays,
     Scalars,
@@ -26,21 +26,21 @@ from jax_fa.kernels.sm100.plan import (
     BLOCK_KV,
     CHUNK,
     HANDED_OVER_FIRST,
-    Q_TILES,
     ROWS,
     SLAB,
-    out_overlays_q,
+    Tiling,
+    tiling,
 )
 
 
 class Smem(NamedTuple):
-    """Shared memory."""
+    """Shared memory; the sizes are those of ``plan.Tiling``."""
 
-    q: cute.Tensor  # (128, D, 2)
-    k: cute.Tensor  # (128 / ctas, D, stages)
-    v: cute.Tensor  # (128, Dv / ctas, stages), the same bytes
-    out: cute.Tensor  # (128, Dv, 2)
-    stats: cute.Tensor  # (128, 2, 2) row, {shrink or sum, maximum}, query tile
+    q: cute.Tensor  # (128, D, q_tiles)
+    k: cute.Tensor  # (128 / ctas, kv_columns, kv_stages)
+    v: cute.Tensor  # (kv_rows, Dv / ctas, kv_stages), the same bytes
+    out: cute.Tensor  # (128, out_columns, 2)
+    stats: cute.Tensor  # (128, 2, q_tiles) row, {shrink or sum, maximum}, query tile
     scrub: cute.Pointer  # one mbarrier
     segment_keys: cute.Tensor  # (3,) kernels/segments.py
 
@@ -64,127 +64,101 @@ def signal(slot):
         slot.commit()
 
 
+def tiling_of(variant: Variant) -> Tiling:
+    """How the kernel cuts its arrays."""
+    return tiling(variant.key, variant.config)
+
+
 class LoadPipes(NamedTuple):
     """The ends that the role load holds."""
 
     q: PipelineProducer
     kv: PipelineProducer
-    room: PipelineConsumer
 
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
-    """Fetches keys, both query tiles, values; then key and value blocks, newest first. One warp.
+    """Fetches keys, query tiles, values; then key and value blocks, newest first. One warp.
 
-    waits   q, kv empty (mma), room full (store)     signals q, kv full (mma)
+    waits   q, kv empty (mma)     signals q, kv full (mma)
     """
-    q, kv, room = pipes
+    q, kv = pipes
+    cut = tiling_of(variant)
     phase = Int32(0)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         span, newest = work.span, work.blocks.end - 1
         queries = x.arrays.q[None, None, work.tile.q_head, work.tile.batch]
-        slot = kv.acquire_and_advance()
-        _load_k(variant, x, (work, newest), slot)
-        if const_expr(out_overlays_q(variant.key)):
-            # HAZARD: mma is done with q long before correct and store are with out.
-            room.wait_and_advance()
-        for i in cutlass.range_constexpr(Q_TILES):
+        kv = _load_k(variant, x, work, newest, kv)
+        for i in cutlass.range_constexpr(cut.q_tiles):
             slot = q.acquire_and_advance()
-            at = (span.q_start + span.first_row, i)
-            _load_rows(x.tma.q, queries, x.smem.q, at, slot)
-        slot = kv.acquire_and_advance()
-        phase = _load_v(variant, x, (work, newest), slot, phase)
+            gQ = _head(queries, span.q_start + span.first_row, (ROWS, variant.key.head_dim))
+            sQ, gQ = primitives.tma_views(x.tma.q, x.smem.q, gQ)
+            cute.copy(x.tma.q, gQ[None, i, 0], sQ[None, slot.index], tma_bar_ptr=slot.barrier)
         for i in cutlass.range(newest - work.blocks.start, unroll=1):
-            block = newest - 1 - i
-            slot = kv.acquire_and_advance()
-            _load_k(variant, x, (work, block), slot)
-            slot = kv.acquire_and_advance()
-            phase = _load_v(variant, x, (work, block), slot, phase)
+            block = newest - i
+            # In the order in which mma needs them.
+            if const_expr(cut.q_tiles == 1):
+                kv = _load_k(variant, x, work, block - 1, kv)
+                kv, phase = _load_v(variant, x, work, block, (kv, phase))
+            else:
+                kv, phase = _load_v(variant, x, work, block, (kv, phase))
+                kv = _load_k(variant, x, work, block - 1, kv)
+        kv, phase = _load_v(variant, x, work, work.blocks.start, (kv, phase))
         tile = tile_at(variant, x, tile.slot + 1)
     # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
     q.tail()
     kv.tail()
 
 
-@cute.jit
-def _load_rows(atom: cute.CopyAtom, head: cute.Tensor, sRows: cute.Tensor, at: tuple, slot):
-    """A stage of rows of one head; ``at`` is (first row of the sequence, number of the stage)."""
-    first, number = at
-    head = cute.domain_offset((first, 0), head)
-    stage = cute.size(sRows, mode=[0]), cute.size(sRows, mode=[1])
-    gRows = cute.local_tile(head, stage, (None, 0))
-    sRows, gRows = primitives.tma_views(atom, sRows, gRows)
-    cute.copy(atom, gRows[None, number], sRows[None, slot.index], tma_bar_ptr=slot.barrier)
+def _head(head: cute.Tensor, first: Int32, shape: tuple[int, int]) -> cute.Tensor:
+    """One head's rows from ``first`` on, cut: (rows, columns, cuts by rows, cuts by columns)."""
+    return cute.local_tile(cute.domain_offset((first, 0), head), shape, (None, None))
 
 
 @cute.jit
-def _load_k(variant: cutlass.Constexpr, x: Context, at: tuple, slot):
-    """This CTA's rows of one block of keys; ``at`` is (work, block)."""
-    work, block = at
-    ctas = variant.plan.ctas
+def _load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, kv: PipelineProducer):
+    """This CTA's rows of one block of keys, some columns by stage; returns the advanced end."""
+    cut, ctas = tiling_of(variant), variant.plan.ctas
     keys = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
-    part = block * ctas + tiles.rank_in_cluster(ctas)
-    _load_rows(x.tma.k, keys, x.smem.k, (work.span.kv_start, part), slot)
+    gK = _head(keys, work.span.kv_start, (BLOCK_KV // ctas, cut.kv_columns))
+    number = block * ctas + tiles.rank_in_cluster(ctas)
+    sK, gK = primitives.tma_views(x.tma.k, x.smem.k, gK)
+    for part in cutlass.range_constexpr(cut.k_parts):
+        slot = kv.acquire_and_advance()
+        cute.copy(x.tma.k, gK[None, number, part], sK[None, slot.index], tma_bar_ptr=slot.barrier)
+    return kv
 
 
 @cute.jit
-def _load_v(variant: cutlass.Constexpr, x: Context, at: tuple, slot, phase: Int32) -> Int32:
-    """This CTA's columns of one block of values; ``at`` is (work, block).
+def _load_v(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, ends: tuple):
+    """This CTA's columns of one block of values, some rows by stage.
 
-    Rows beyond the sequence's keys become zero. Returns the scrub barrier's phase after that.
+    Rows beyond the sequence's keys become zero.
+    ``ends`` is (end of kv, phase of the scrub barrier), returned as they are then.
     """
-    work, block = at
-    key, ctas = variant.key, variant.plan.ctas
+    kv, phase = ends
+    cut, ctas = tiling_of(variant), variant.plan.ctas
     rank = tiles.rank_in_cluster(ctas)
     rows = x.arrays.v[None, None, work.tile.kv_head, work.tile.batch]
-    rows = cute.domain_offset((work.span.kv_start, 0), rows)
-    gV = cute.local_tile(rows, (BLOCK_KV, key.value_dim // ctas), (None, rank))
+    gV = _head(rows, work.span.kv_start, (cut.kv_rows, variant.key.value_dim // ctas))
     sV, gV = primitives.tma_views(x.tma.v, x.smem.v, gV)
-    if const_expr(key.value_dim < key.head_dim):
-        # The ring announces a block of keys, which is larger.
-        missing = BLOCK_KV * (key.head_dim - key.value_dim) * variant.dtype.width // 8
-        if rank == edges.LEADER:
-            with cute.arch.elect_one():
-                primitives.complete_tx(slot.barrier, missing)
-    if const_expr(not variant.is_general):
-        # Behind the array's last row TMA fills with zeros by itself.
-        cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
-    else:
-        used = work.span.kv_len - block * BLOCK_KV
-        if used >= BLOCK_KV:
-            cute.copy(x.tma.v, gV[None, block], sV[None, slot.index], tma_bar_ptr=slot.barrier)
+    for part in cutlass.range_constexpr(cut.v_parts):
+        slot = kv.acquire_and_advance()
+        number = block * cut.v_parts + part
+        source, target = gV[None, number, rank], sV[None, slot.index]
+        if const_expr(not variant.is_general):
+            # Behind the array's last row TMA fills with zeros by itself.
+            cute.copy(x.tma.v, source, target, tma_bar_ptr=slot.barrier)
         else:
-            copied = (gV[None, block], sV[None, slot.index])
-            load_partial_v(variant, x, copied, used, slot, phase)
-            phase = phase ^ 1
-    return phase
-
-
-class MmaPipes(NamedTuple):
-    """The ends that the role mma holds; pairs are those of the query tiles."""
-
-    q: PipelineConsumer
-    kv: PipelineConsumer
-    s: tuple[PipelineProducer, PipelineProducer]
-    p: tuple[PipelineConsumer, PipelineConsumer]
-    p_rest: tuple[PipelineConsumer, PipelineConsumer]
-    scaled: tuple[PipelineConsumer, PipelineConsumer]
-    o: PipelineProducer
-
-
-class Products(NamedTuple):
-    """Operands and accumulators of both products; pairs are those of the query tiles."""
-
-    qk: cute.TiledMma
-    pv: cute.TiledMma
-    q: cute.Tensor  # A descriptors, (_, 1, D / 16, 2)
-    k: cute.Tensor  # B descriptors, (_, 1, D / 16, stages)
-    v: cute.Tensor  # B descriptors, (_, 1, 128 / 16, stages)
-    s: tuple[cute.Tensor, cute.Tensor]  # (_, 1, 1)
-    p: tuple[cute.Tensor, cute.Tensor]  # A in TMEM, (_, 1, 128 / 16)
-    o: tuple[cute.Tensor, cute.Tensor]  # (_, 1, 1)
+            used = work.span.kv_len - number * cut.kv_rows
+            if used >= cut.kv_rows:
+                cute.copy(x.tma.v, source, target, tma_bar_ptr=slot.barrier)
+            else:
+                load_partial_v(variant, x, (source, target), used, slot, phase)
+                phase = phase ^ 1
+    return kv, phase
 
 
 class Answers(NamedTuple):
@@ -195,107 +169,177 @@ class Answers(NamedTuple):
     p_rest: PipelineConsumer
 
 
+class MmaPipes(NamedTuple):
+    """The ends that the role mma holds; tuples are by query tile."""
+
+    q: PipelineConsumer
+    kv: PipelineConsumer
+    s: tuple[PipelineProducer, ...]
+    answers: tuple[Answers, ...]
+    o: PipelineProducer
+
+
+class Products(NamedTuple):
+    """Operands of both products, and layouts of what they have in tensor memory."""
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    q: cute.Tensor  # A descriptors, (_, 1, D / 16, q_tiles)
+    k: cute.Tensor  # B descriptors, (_, 1, kv_columns / 16, kv_stages)
+    v: cute.Tensor  # B descriptors, (_, 1, kv_rows / 16, kv_stages)
+    s: cute.Layout  # (_, 1, 1)
+    p: cute.Layout  # A in TMEM, (_, 1, 128 / 16)
+    o: cute.Layout  # (_, 1, 1)
+
+
 def _make_products(variant: Variant, x: Context) -> Products:
-    key, plan, dtype = variant.key, variant.plan, variant.dtype
-    qk = primitives.make_umma(dtype, BLOCK_KV, OperandMajorMode.K, False, plan.ctas)
-    pv = primitives.make_umma(dtype, key.value_dim, OperandMajorMode.MN, True, plan.ctas)
-    rows = ROWS * plan.ctas
-    s = qk.make_fragment_C(qk.partition_shape_C((rows, BLOCK_KV))).layout
-    o = pv.make_fragment_C(pv.partition_shape_C((rows, key.value_dim))).layout
-    p = pv.make_fragment_A(pv.partition_shape_A((rows, BLOCK_KV))).layout
-    both = range(Q_TILES)
-    start = {name: [plan.columns(f"{name}{i}").start for i in both] for name in "sop"}
+    key, dtype, ctas = variant.key, variant.dtype, variant.plan.ctas
+    qk = primitives.make_umma(dtype, BLOCK_KV, OperandMajorMode.K, False, ctas)
+    pv = primitives.make_umma(dtype, key.value_dim, OperandMajorMode.MN, True, ctas)
+    rows = ROWS * ctas
     return Products(
         qk=qk,
         pv=pv,
         q=qk.make_fragment_A(primitives.umma_operand(x.smem.q)),
         k=qk.make_fragment_B(primitives.umma_operand(x.smem.k)),
         v=pv.make_fragment_B(primitives.umma_operand(primitives.transposed(x.smem.v))),
-        s=tuple(cute.make_tensor(x.tmem + start["s"][i], s) for i in both),
-        p=tuple(
-            cute.make_tensor(cute.recast_ptr(x.tmem + start["p"][i], dtype=dtype), p) for i in both
-        ),
-        o=tuple(cute.make_tensor(x.tmem + start["o"][i], o) for i in both),
+        s=qk.make_fragment_C(qk.partition_shape_C((rows, BLOCK_KV))).layout,
+        p=pv.make_fragment_A(pv.partition_shape_A((rows, BLOCK_KV))).layout,
+        o=pv.make_fragment_C(pv.partition_shape_C((rows, key.value_dim))).layout,
     )
+
+
+def scores_at(variant: Variant, name: str, index: int, stage: Int32) -> Int32 | int:
+    """First column of "s" or "p" of a query tile; ``stage`` is that of its edge s."""
+    first = variant.plan.columns(f"{name}{index}").start
+    return first if tiling_of(variant).s_stages == 1 else first + stage * BLOCK_KV
 
 
 @cute.jit
 def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
-    """Issues all products: S0 S1, then (PV0 S0 PV1 S1) per block, then PV0 PV1. One warp.
+    """Issues all products, so that two blocks of S are always in flight. One warp.
+
+    Two query tiles: S0 S1, then (PV0 S0 PV1 S1) per block, then PV0 PV1. One: S, then (S PV) per
+    block, then PV: S is one block ahead.
 
     waits   q, kv full (load), p, p_rest full (softmax), scaled full (correct)
     signals s full (softmax), o full (correct), q, kv empty (load)
     """
     q, kv, o = pipes.q, pipes.kv, pipes.o
-    s0, s1 = pipes.s
-    answers0 = Answers(pipes.scaled[0], pipes.p[0], pipes.p_rest[0])
-    answers1 = Answers(pipes.scaled[1], pipes.p[1], pipes.p_rest[1])
+    cut = tiling_of(variant)
+    s0, s1 = pipes.s[0], pipes.s[-1]
+    answers0, answers1 = pipes.answers[0], pipes.answers[-1]
     products = _make_products(variant, x)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        k_full = kv.wait_and_advance()
         q0_full = q.wait_and_advance()
-        _multiply_qk(products, 0, k_full)
-        s0.commit()
-        q1_full = q.wait_and_advance()
-        _multiply_qk(products, 1, k_full)
-        s1.commit()
-        k_full.release()
+        kv, s0, k_full = _multiply_qk(variant, x, products, 0, (kv, s0, ()))
+        if const_expr(cut.q_tiles == 2):
+            q1_full = q.wait_and_advance()
+            kv, s1, _ = _multiply_qk(variant, x, products, 1, (kv, s1, k_full))
         steps = work.blocks.end - work.blocks.start - 1
         for i in cutlass.range(steps, unroll=1):
-            v_full = kv.wait_and_advance()
-            answers0 = _multiply_pv(products, 0, v_full, i > 0, answers0)
-            k_full = kv.wait_and_advance()
-            _multiply_qk(products, 0, k_full)
-            s0.commit()
-            answers1 = _multiply_pv(products, 1, v_full, i > 0, answers1)
-            v_full.release()
-            _multiply_qk(products, 1, k_full)
-            s1.commit()
-            k_full.release()
+            if const_expr(cut.q_tiles == 1):
+                kv, s0, _ = _multiply_qk(variant, x, products, 0, (kv, s0, ()))
+                kv, answers0, _ = _multiply_pv(variant, x, products, 0, i > 0, (kv, answers0, ()))
+                o.commit()
+                o.advance()
+            else:
+                kv, answers0, v_full = _multiply_pv(
+                    variant, x, products, 0, i > 0, (kv, answers0, ())
+                )
+                kv, s0, k_next = _multiply_qk(variant, x, products, 0, (kv, s0, ()))
+                kv, answers1, _ = _multiply_pv(
+                    variant, x, products, 1, i > 0, (kv, answers1, v_full)
+                )
+                kv, s1, _ = _multiply_qk(variant, x, products, 1, (kv, s1, k_next))
         q0_full.release()
-        q1_full.release()
-        v_full = kv.wait_and_advance()
-        answers0 = _multiply_pv(products, 0, v_full, steps > 0, answers0)
+        if const_expr(cut.q_tiles == 2):
+            q1_full.release()
+        kv, answers0, v_full = _multiply_pv(variant, x, products, 0, steps > 0, (kv, answers0, ()))
         o.commit()
         o.advance()
-        answers1 = _multiply_pv(products, 1, v_full, steps > 0, answers1)
-        o.commit()
-        o.advance()
-        v_full.release()
+        if const_expr(cut.q_tiles == 2):
+            kv, answers1, _ = _multiply_pv(
+                variant, x, products, 1, steps > 0, (kv, answers1, v_full)
+            )
+            o.commit()
+            o.advance()
         tile = tile_at(variant, x, tile.slot + 1)
 
 
 @cute.jit
-def _multiply_qk(products: Products, index: cutlass.Constexpr[int], k_full):
-    """Issues S of one query tile."""
-    q, k = products.q[None, None, None, index], products.k[None, None, None, k_full.index]
-    acc, slabs = products.s[index], range(cute.size(q, mode=[2]))
-    primitives.issue_umma(products.qk, acc, q, k, False, slabs)
+def _multiply_qk(
+    variant: cutlass.Constexpr,
+    x: Context,
+    products: Products,
+    index: cutlass.Constexpr[int],
+    ends: tuple,
+):
+    """Issues S of one query tile. The first tile waits for the parts of keys, the last frees them.
+
+    ``ends`` is (end of kv, end of s, parts of keys in hand), returned as they are then.
+    """
+    kv, s, parts = ends
+    cut = tiling_of(variant)
+    s_slot = s.current_handle()
+    s.advance()
+    acc = cute.make_tensor(x.tmem + scores_at(variant, "s", index, s_slot.index), products.s)
+    q, slabs, in_hand = products.q[None, None, None, index], cut.kv_columns // SLAB, []
+    for part in cutlass.range_constexpr(cut.k_parts):
+        k_full = kv.wait_and_advance() if index == 0 else parts[part]
+        k = products.k[None, None, None, k_full.index]
+        begin = part * slabs
+        primitives.issue_umma(products.qk, acc, q, k, False, range(begin, begin + slabs), begin)
+        if const_expr(index + 1 == cut.q_tiles):
+            k_full.release()
+        in_hand.append(k_full)
+    s_slot.commit()
+    return kv, s, tuple(in_hand)
 
 
 @cute.jit
 def _multiply_pv(
+    variant: cutlass.Constexpr,
+    x: Context,
     products: Products,
     index: cutlass.Constexpr[int],
-    v_full,
     accumulate: Boolean,
-    answers: Answers,
-) -> Answers:
-    """Issues PV of one query tile: three quarters of the keys, then the others."""
-    scaled, p, p_rest = answers
-    pv, acc = products.pv, products.o[index]
-    a, b = products.p[index], products.v[None, None, None, v_full.index]
+    ends: tuple,
+):
+    """Issues PV of one query tile: three quarters of the keys, then the others.
+
+    ``ends`` is (end of kv, answers, parts of values in hand), returned as they are then; parts are
+    waited for and freed as in ``_multiply_qk``.
+    """
+    kv, (scaled, p, p_rest), parts = ends
+    cut = tiling_of(variant)
+    pv, slabs, in_hand = products.pv, cut.kv_rows // SLAB, []
+    acc = cute.make_tensor(x.tmem + variant.plan.columns(f"o{index}").start, products.o)
     first = HANDED_OVER_FIRST * CHUNK // SLAB
-    scaled.wait_and_advance()
-    p.wait_and_advance()
-    primitives.after_thread_sync()
-    primitives.issue_umma(pv, acc, a, b, accumulate, range(first))
-    p_rest.wait_and_advance()
-    primitives.after_thread_sync()
-    primitives.issue_umma(pv, acc, a, b, accumulate, range(first, BLOCK_KV // SLAB))
-    return Answers(scaled, p, p_rest)
+    for part in cutlass.range_constexpr(cut.v_parts):
+        v_full = kv.wait_and_advance() if index == 0 else parts[part]
+        if const_expr(part == 0):
+            scaled.wait_and_advance()
+            p_full = p.wait_and_advance()
+            primitives.after_thread_sync()
+            start = x.tmem + scores_at(variant, "p", index, p_full.index)
+            a = cute.make_tensor(cute.recast_ptr(start, dtype=variant.dtype), products.p)
+        b = products.v[None, None, None, v_full.index]
+        begin, end = part * slabs, (part + 1) * slabs
+        early, late = range(begin, min(end, first)), range(max(begin, first), end)
+        if const_expr(len(early) > 0):
+            primitives.issue_umma(pv, acc, a, b, accumulate, early, begin)
+        if const_expr(begin <= first < end):
+            p_rest.wait_and_advance()
+            primitives.after_thread_sync()
+        if const_expr(len(late) > 0):
+            primitives.issue_umma(pv, acc, a, b, accumulate, late, begin)
+        if const_expr(index + 1 == cut.q_tiles):
+            v_full.release()
+        in_hand.append(v_full)
+    return kv, Answers(scaled, p, p_rest), tuple(in_hand)
 
 
 def stores_whole_tile(x: Context, work: Work, index: int) -> Boolean:
@@ -307,45 +351,38 @@ def stores_whole_tile(x: Context, work: Work, index: int) -> Boolean:
     return (end <= work.span.q_slot) | (x.scalars.sequences.cu_seqlens_q.toint() == 0)
 
 
-class StorePipes(NamedTuple):
-    """The ends that the role store holds."""
-
-    out: PipelineConsumer
-    room: PipelineProducer
-
-
 @cute.jit
-def store(variant: cutlass.Constexpr, x: Context, pipes: StorePipes):
+def store(variant: cutlass.Constexpr, x: Context, out: PipelineConsumer):
     """Writes finished tiles to global memory by TMA. One warp.
 
-    waits   out full (correct)     signals out empty (correct), room full (load)
+    waits   out full (correct)     signals out empty (correct)
     """
-    out, room = pipes
-    if const_expr(out_overlays_q(variant.key)):
-        signal(room)
+    cut = tiling_of(variant)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        for i in cutlass.range_constexpr(Q_TILES):
+        for i in cutlass.range_constexpr(cut.q_tiles * cut.out_parts):
+            at = (i // cut.out_parts, i % cut.out_parts)
             full = out.wait_and_advance()
             if const_expr(not variant.is_general):
-                _store_tile(variant, x, work, i)
-            elif stores_whole_tile(x, work, i):
-                _store_tile(variant, x, work, i)
+                _store_part(variant, x, work, at, full)
+            elif stores_whole_tile(x, work, at[0]):
+                _store_part(variant, x, work, at, full)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             with cute.arch.elect_one():
                 full.release()
-        if const_expr(out_overlays_q(variant.key)):
-            signal(room)
         tile = tile_at(variant, x, tile.slot + 1)
 
 
 @cute.jit
-def _store_tile(variant: cutlass.Constexpr, x: Context, work: Work, index: cutlass.Constexpr[int]):
-    """One query tile; TMA leaves out the rows behind the array's last."""
+def _store_part(variant: cutlass.Constexpr, x: Context, work: Work, at: tuple, full):
+    """Some columns of a query tile; TMA leaves out the rows behind the array's last.
+
+    ``at`` is (query tile, part of its columns).
+    """
     rows = x.arrays.out[None, None, work.tile.q_head, work.tile.batch]
-    rows = cute.domain_offset((work.span.q_start + work.span.first_row, 0), rows)
-    gOut = cute.local_tile(rows, (ROWS, variant.key.value_dim), (None, 0))
+    shape = (ROWS, tiling_of(variant).out_columns)
+    gOut = _head(rows, work.span.q_start + work.span.first_row, shape)
     sOut, gOut = primitives.tma_views(x.tma.out, x.smem.out, gOut)
-    cute.copy(x.tma.out, sOut[None, index], gOut[None, index])
+    cute.copy(x.tma.out, sOut[None, full.index], gOut[None, *at])
     cute.arch.cp_async_bulk_commit_group()

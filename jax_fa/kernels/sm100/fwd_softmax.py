@@ -18,7 +18,13 @@ from jax_fa.kernels.forward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.sm100.fwd_roles import Context, signal, stores_whole_tile
+from jax_fa.kernels.sm100.fwd_roles import (
+    Context,
+    scores_at,
+    signal,
+    stores_whole_tile,
+    tiling_of,
+)
 from jax_fa.kernels.sm100.plan import (
     BLOCK_KV,
     CHUNK,
@@ -64,21 +70,27 @@ class Row(NamedTuple):
     thread: Int32
     maximum: cute.Tensor  # (1,) unscaled
     total: cute.Tensor  # (1,) relative to maximum
-    s: primitives.TmemCopy
-    p: primitives.TmemCopy
 
 
-def _make_row(variant: Variant, x: Context, index: int) -> Row:
+def _make_row() -> Row:
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
-    s, p = (variant.plan.columns(f"{name}{index}") for name in "sp")
-    p_words = CHUNK * variant.dtype.width // 32
-    return Row(
-        thread,
-        cute.make_rmem_tensor((1,), Float32),
-        cute.make_rmem_tensor((1,), Float32),
-        primitives.tmem_load(primitives.tmem_rows(x.tmem, s.start, s.cols), CHUNK, thread),
-        primitives.tmem_store(primitives.tmem_rows(x.tmem, p.start, p.cols), p_words, thread),
-    )
+    return Row(thread, cute.make_rmem_tensor((1,), Float32), cute.make_rmem_tensor((1,), Float32))
+
+
+def _loads_of_s(variant: Variant, x: Context, at: tuple) -> primitives.TmemCopy:
+    """How a thread loads its row of S; ``at`` is (query tile, stage, thread)."""
+    index, stage, thread = at
+    rows = primitives.tmem_rows(x.tmem, scores_at(variant, "s", index, stage), BLOCK_KV)
+    return primitives.tmem_load(rows, CHUNK, thread)
+
+
+def _stores_of_p(variant: Variant, x: Context, at: tuple) -> primitives.TmemCopy:
+    """How a thread stores its row of P; ``at`` is as for ``_loads_of_s``."""
+    index, stage, thread = at
+    words = CHUNK * variant.dtype.width // 32
+    first = scores_at(variant, "p", index, stage)
+    rows = primitives.tmem_rows(x.tmem, first, variant.plan.columns(f"p{index}").cols)
+    return primitives.tmem_store(rows, words, thread)
 
 
 @cute.jit
@@ -90,8 +102,7 @@ def attend(
     waits   s full (mma), stats empty (correct)
     signals p, p_rest full (mma), stats full (correct)
     """
-    s, stats = pipes.s, pipes.stats
-    row = _make_row(variant, x, index)
+    row = _make_row()
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
@@ -104,29 +115,31 @@ def attend(
         # issue the instructions of the mask under a predicate for all of them.
         for i in cutlass.range(blocks.end - blocks.full_end, unroll=1):
             at = (index, sight, blocks.end - 1 - i)
-            s, stats = _step(variant, True, x, row, at, (pipes, s, stats))
+            pipes = _step(variant, True, x, row, at, pipes)
         for i in cutlass.range(blocks.full_end - blocks.full_start, unroll=1):
             at = (index, sight, blocks.full_end - 1 - i)
-            s, stats = _step(variant, False, x, row, at, (pipes, s, stats))
+            pipes = _step(variant, False, x, row, at, pipes)
         if const_expr(variant.is_general):
             for i in cutlass.range(blocks.full_start - blocks.start, unroll=1):
                 at = (index, sight, blocks.full_start - 1 - i)
-                s, stats = _step(variant, True, x, row, at, (pipes, s, stats))
+                pipes = _step(variant, True, x, row, at, pipes)
+        stats = pipes.stats
         stats_slot = stats.acquire_and_advance()
         x.smem.stats[row.thread, 0, index] = row.total[0]
         x.smem.stats[row.thread, 1, index] = row.maximum[0]
         signal(stats_slot)
+        pipes = pipes._replace(stats=stats)
         tile = tile_at(variant, x, tile.slot + 1)
-    stats.tail()
+    pipes.stats.tail()
 
 
 @cute.jit
-def _signal_p(end):
+def _signal_p(slot):
     """Hands P, as far as it is stored, to the role mma."""
     cute.arch.fence_view_async_tmem_store()
     primitives.before_thread_sync()
     with cute.arch.elect_one():
-        end.commit()
+        slot.commit()
 
 
 @cute.jit
@@ -136,19 +149,18 @@ def _step(
     x: Context,
     row: Row,
     at: tuple,
-    ends: tuple,
-):
-    """S -> P of one block; returns the advanced ends of s and stats.
-
-    ``at`` is (query tile, sight, block), ``ends`` (pipes, s, stats).
-    """
+    pipes: SoftmaxPipes,
+) -> SoftmaxPipes:
+    """S -> P of one block; returns the advanced ends. ``at`` is (query tile, sight, block)."""
     index, sight, block = at
-    pipes, s, stats = ends
+    s, p, p_rest, stats = pipes
     scale_log2 = x.scalars.scale_log2
-    rS = row.s.whole_row()  # (128)
-    s.wait_and_advance()
+    s_full = s.wait_and_advance()
+    where = (index, s_full.index, row.thread)
+    loads, stores = _loads_of_s(variant, x, where), _stores_of_p(variant, x, where)
+    rS = loads.whole_row()  # (128)
     primitives.after_thread_sync()
-    cute.copy(row.s.copy, row.s.tmem, rS)
+    cute.copy(loads.copy, loads.tmem, rS)
     cute.arch.fence_view_async_tmem_load()
     if const_expr(variant.key.has_soft_cap):
         softmax.cap(rS, x.scalars.cap_inner_log2)
@@ -168,17 +180,19 @@ def _step(
     for j in cutlass.range_constexpr(BLOCK_KV // CHUNK):
         chunk = rS[None, None, j]
         softmax.exponentials(chunk, scale_log2, reference, polynomials)
-        words = row.p.piece()
+        words = stores.piece()
         primitives.narrow(chunk, cute.recast_tensor(words, variant.dtype))
-        cute.copy(row.p.copy, words, row.p.tmem[None, None, j])
+        cute.copy(stores.copy, words, stores.tmem[None, None, j])
         if const_expr(j + 1 == HANDED_OVER_FIRST):
-            _signal_p(pipes.p)
+            _signal_p(p.current_handle())
         if const_expr((j + 1) * CHUNK == BLOCK_KV):
-            _signal_p(pipes.p_rest)
+            _signal_p(p_rest.current_handle())
         # P first; but summed up at the very end, all 128 values would stay in registers.
         sums = softmax.add_pairs(sums, chunk)
     row.total[0] = row.total[0] * shrink + softmax.sum_of(sums)
-    return s, stats
+    p.advance()
+    p_rest.advance()
+    return SoftmaxPipes(s, p, p_rest, stats)
 
 
 class Sight(NamedTuple):
@@ -224,10 +238,10 @@ def _mask(variant: cutlass.Constexpr, x: Context, sight: Sight, rS: cute.Tensor,
 
 
 class CorrectPipes(NamedTuple):
-    """The ends that the role correct holds; pairs are those of the query tiles."""
+    """The ends that the role correct holds; tuples are by query tile."""
 
-    stats: tuple[PipelineConsumer, PipelineConsumer]
-    scaled: tuple[PipelineProducer, PipelineProducer]
+    stats: tuple[PipelineConsumer, ...]
+    scaled: tuple[PipelineProducer, ...]
     o: PipelineConsumer
     out: PipelineProducer
 
@@ -239,17 +253,26 @@ def correct(variant: cutlass.Constexpr, x: Context, pipes: CorrectPipes):
     waits   stats full (softmax), o full (mma), out empty (store)
     signals scaled full (mma), stats empty (softmax), out full (store)
     """
-    stats0, stats1 = pipes.stats
-    scaled0, scaled1 = pipes.scaled
+    cut = tiling_of(variant)
+    stats0, stats1 = pipes.stats[0], pipes.stats[-1]
+    scaled0, scaled1 = pipes.scaled[0], pipes.scaled[-1]
     o, out = pipes.o, pipes.out
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        for i in cutlass.range(work.blocks.end - work.blocks.start, unroll=1):
-            stats0 = _rescale(variant, x, 0, i > 0, (stats0, scaled0))
-            stats1 = _rescale(variant, x, 1, i > 0, (stats1, scaled1))
+        stats0 = _rescale(variant, x, 0, False, (stats0, scaled0))
+        if const_expr(cut.q_tiles == 2):
+            stats1 = _rescale(variant, x, 1, False, (stats1, scaled1))
+        for _ in cutlass.range(work.blocks.end - work.blocks.start - 1, unroll=1):
+            if const_expr(cut.q_tiles == 1):
+                # HAZARD: the scores that raise a maximum were issued before the last PV.
+                o.wait_and_advance()
+            stats0 = _rescale(variant, x, 0, True, (stats0, scaled0))
+            if const_expr(cut.q_tiles == 2):
+                stats1 = _rescale(variant, x, 1, True, (stats1, scaled1))
         stats0, o, out = _finish(variant, x, 0, work, (stats0, o, out))
-        stats1, o, out = _finish(variant, x, 1, work, (stats1, o, out))
+        if const_expr(cut.q_tiles == 2):
+            stats1, o, out = _finish(variant, x, 1, work, (stats1, o, out))
         tile = tile_at(variant, x, tile.slot + 1)
     out.tail()
 
@@ -259,13 +282,14 @@ def _rescale(
     variant: cutlass.Constexpr,
     x: Context,
     index: cutlass.Constexpr[int],
-    is_started: Boolean,
+    is_started: cutlass.Constexpr[bool],
     ends: tuple,
 ):
     """Shrinks O of one query tile where a maximum was raised; returns the advanced end of stats.
 
-    The scores that raised it were issued after PV of the block before, whose result O thus holds;
-    before the first block there is none (``is_started``), and that O is free again is told instead.
+    O holds all PV of the blocks before: of two query tiles since the scores that raised the maximum
+    were issued after them, of one since its edge o was waited for. Before the first block there are
+    none (``is_started``), and that O is free again is told instead.
     """
     stats, scaled = ends
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
@@ -274,24 +298,32 @@ def _rescale(
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         full.release()
-    columns = variant.plan.columns(f"o{index}")
-    tO = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
-    loads = primitives.tmem_load(tO, O_COLUMNS, thread)
-    stores = primitives.tmem_store(tO, O_COLUMNS, thread)
-    if cute.arch.vote_any_sync(is_started & (shrink < 1.0)):
-        primitives.after_thread_sync()
-        for j in cutlass.range_constexpr(variant.key.value_dim // O_COLUMNS):
-            rO = loads.piece()  # (16)
-            cute.copy(loads.copy, loads.tmem[None, None, j], rO)
-            cute.arch.fence_view_async_tmem_load()
-            for i in cutlass.range_constexpr(0, O_COLUMNS, 2):
-                rO[i], rO[i + 1] = cute.arch.mul_packed_f32x2((rO[i], rO[i + 1]), (shrink, shrink))
-            cute.copy(stores.copy, rO, stores.tmem[None, None, j])
-        cute.arch.fence_view_async_tmem_store()
+    if const_expr(is_started):
+        if cute.arch.vote_any_sync(shrink < 1.0):
+            _shrink(variant, x, (index, thread), shrink)
     primitives.before_thread_sync()
     with cute.arch.elect_one():
         scaled.commit()
     return stats
+
+
+@cute.jit
+def _shrink(variant: cutlass.Constexpr, x: Context, at: tuple, factor: Float32):
+    """Multiplies a row of O by ``factor``; ``at`` is (query tile, row of it)."""
+    index, thread = at
+    columns = variant.plan.columns(f"o{index}")
+    tO = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
+    loads = primitives.tmem_load(tO, O_COLUMNS, thread)
+    stores = primitives.tmem_store(tO, O_COLUMNS, thread)
+    primitives.after_thread_sync()
+    for j in cutlass.range_constexpr(columns.cols // O_COLUMNS):
+        rO = loads.piece()  # (16)
+        cute.copy(loads.copy, loads.tmem[None, None, j], rO)
+        cute.arch.fence_view_async_tmem_load()
+        for i in cutlass.range_constexpr(0, O_COLUMNS, 2):
+            rO[i], rO[i + 1] = cute.arch.mul_packed_f32x2((rO[i], rO[i + 1]), (factor, factor))
+        cute.copy(stores.copy, rO, stores.tmem[None, None, j])
+    cute.arch.fence_view_async_tmem_store()
 
 
 @cute.jit
@@ -324,23 +356,25 @@ def _finish(
         x.arrays.lse[span.q_start + number, tile.q_head, tile.batch] = lse
     o.wait_and_advance()
     primitives.after_thread_sync()
-    slot = out.acquire_and_advance()
-    columns = variant.plan.columns(f"o{index}")
+    cut, columns = tiling_of(variant), variant.plan.columns(f"o{index}")
     tO = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
     loads = primitives.tmem_load(tO, O_COLUMNS, thread)
-    for j in cutlass.range_constexpr(columns.cols // O_COLUMNS):
-        rO = loads.piece()  # (16)
-        cute.copy(loads.copy, loads.tmem[None, None, j], rO)
-        cute.arch.fence_view_async_tmem_load()
-        for i in cutlass.range_constexpr(O_COLUMNS):
-            # An unused query may hold anything, NaN too.
-            rO[i] = rO[i] * factor if is_used else Float32(0.0)
-        rounded = cute.make_rmem_tensor((O_COLUMNS,), variant.dtype)
-        primitives.narrow(rO, rounded)
-        _put(variant, x, work, (index, thread), (rounded, j * O_COLUMNS))
-    # HAZARD: these stores went through the generic proxy, TMA reads through the async one.
-    cute.arch.fence_view_async_shared()
-    signal(slot)
+    pieces = cut.out_columns // O_COLUMNS
+    for part in cutlass.range_constexpr(cut.out_parts):
+        slot = out.acquire_and_advance()
+        for j in cutlass.range_constexpr(part * pieces, (part + 1) * pieces):
+            rO = loads.piece()  # (16)
+            cute.copy(loads.copy, loads.tmem[None, None, j], rO)
+            cute.arch.fence_view_async_tmem_load()
+            for i in cutlass.range_constexpr(O_COLUMNS):
+                # An unused query may hold anything, NaN too.
+                rO[i] = rO[i] * factor if is_used else Float32(0.0)
+            rounded = cute.make_rmem_tensor((O_COLUMNS,), variant.dtype)
+            primitives.narrow(rO, rounded)
+            _put(variant, x, work, (index, thread, slot.index), (rounded, j * O_COLUMNS))
+        # HAZARD: these stores went through the generic proxy, TMA reads through the async one.
+        cute.arch.fence_view_async_shared()
+        signal(slot)
     return stats, o, out
 
 
@@ -348,17 +382,18 @@ def _finish(
 def _put(variant: cutlass.Constexpr, x: Context, work: Work, at: tuple, piece: tuple):
     """Writes some columns of a row: to shared memory, for TMA, or where that may not be, globally.
 
-    ``at`` is (query tile, row of it), ``piece`` (rounded registers, first column).
+    ``at`` is (query tile, row of it, stage of out), ``piece`` (rounded registers, first column).
     """
-    index, thread = at
+    index, thread, stage = at
     rounded, first = piece
+    row, column = x.smem.out[thread, None, stage], first % tiling_of(variant).out_columns
     if const_expr(not variant.is_general):
-        primitives.copy_row(rounded, x.smem.out[thread, None, index], first)
+        primitives.copy_row(rounded, row, column)
     else:
         number = work.span.first_row + index * ROWS + thread
         if stores_whole_tile(x, work, index):
-            primitives.copy_row(rounded, x.smem.out[thread, None, index], first)
+            primitives.copy_row(rounded, row, column)
         elif number < work.span.q_slot:
-            tile, row = work.tile, work.span.q_start + number
-            row = x.arrays.out_rows[row, None, tile.q_head, tile.batch]
-            primitives.copy_row(rounded, row, first)
+            tile, number = work.tile, work.span.q_start + number
+            gOut = x.arrays.out_rows[number, None, tile.q_head, tile.batch]
+            primitives.copy_row(rounded, gOut, first)

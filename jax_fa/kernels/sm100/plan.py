@@ -1,17 +1,17 @@
 """Blackwell forward: who does what, over which data, in which memory. Read this first.
 
 A CTA owns two query tiles of 128 rows and works on both against the same key blocks, so that the
-tensor core multiplies for one while the softmax of the other is computed. Sixteen warps, one per
-CTA and SM: two warpgroups do the softmax of one tile each, one keeps the accumulators to scale, and
-single warps load, multiply and store.
+tensor core multiplies for one while the softmax of the other is computed. Sixteen warps, one CTA
+per SM: two warpgroups do the softmax of one tile each, one keeps the accumulators to scale, and
+single warps load, multiply and store. Heads of 256 have one query tile: Note [One query tile].
 
 # Note [P overwrites S]
 The probabilities P of a block take the upper half of the columns of its scores S: 16-bit elements
 need half the columns of 32-bit ones. Three facts make that safe. (1) Lane r of tensor memory holds
 row r, one softmax thread owns it, and has its whole row of S in registers before it stores any P.
-(2) PV of a block, which reads P, and S of the next block, which overwrites it, are issued in that
-order by one warp to one tensor core, which works in order. (3) S of the next block is issued only
-after both parts of P have been waited for, so no thread still stores to it. Hence the edges s and p
+(2) PV of a block, which reads P, and the next S in its place, which overwrites it, are issued in
+that order by one warp to one tensor core, which works in order. (3) That S is issued only after
+both parts of P have been waited for, so no thread still stores to it. Hence the edges s and p
 need no "empty" barrier, and each query tile can start its next S without regard to the other.
 
 # Note [A pair of CTAs]
@@ -33,13 +33,37 @@ The maximum that P is relative to is raised only when a row's scores exceed it b
 loss of precision, and the sum and the accumulator, in float32, are relative to the same maximum. So
 the accumulator is seldom touched, and when it is, the correct role does it, not the softmax roles,
 whose time bounds the kernel (kernel design after FlashAttention-4, arXiv:2603.05451).
+
+# Note [One query tile]
+With D = Dv = 256, O of two query tiles would fill tensor memory, so a CTA has one, and S is a block
+of keys ahead of PV instead: the tensor core computes S of the next block during the softmax of this
+one. A block takes it 2048 cycles, half of them for S. One softmax role needs 1024 cycles (1 - f) of
+the special function unit, or 571 issue slots, and a few hundred of latency, so that it waits for
+the tensor core and not the reverse. Two softmax roles would not shorten the bound, but had to agree
+on a maximum: since all P go into one O, they are relative to one maximum, which would pass from
+role to role with every block. Twelve warps, hence, and registers in plenty. Two things differ from
+two query tiles. S of a block no longer follows PV of the block before, so the role correct waits
+for that itself (edge o, by block) before it scales O; it has the 1024 cycles of the next S for it.
+And K and V are read for 128 rows, not 256: 128 KB by block and SM, 64 bytes a cycle, twice what
+other head sizes ask of the L2 cache; only CTAs that share a block could halve it.
+
+# Note [Parts of a block]
+The ring of keys and values has stages of 128 keys x 64 columns for heads of more than 128, a stage
+of values being some rows of all Dv columns in as many bytes. Whole blocks would be 48 or 64 KB, two
+of which fit: one in use, and the next arrives too late. Parts are freed one by one as the tensor
+core is done with them. Keys are cut by columns, so that S still has 128 columns (with 64 its
+operands would have to come from shared memory at 192 bytes a cycle of 128), values by rows, so that
+PV keeps all of its columns. Out has a ring of two such stages for the same reason.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from jax_fa.config import BlackwellForward, KernelKey, blackwell_forward
 from jax_fa.kernels.edges import (
     WARPGROUP,
+    WARPS_PER_GROUP,
     Buffer,
     Edge,
     NamedBarrier,
@@ -58,7 +82,6 @@ WORDS_BYTES = 24
 """One more mbarrier, the address of tensor memory, what is known of segments."""
 ELEMENT_BYTES = 2
 FLOAT_BYTES = 4
-Q_TILES = 2
 ROWS = 128
 """Query rows of a tile: the lanes of tensor memory, and the M of one tcgen05.mma of one CTA."""
 BLOCK_KV = 128
@@ -68,101 +91,155 @@ HANDED_OVER_FIRST = BLOCK_KV // CHUNK * 3 // 4
 """Chunks of P after which PV may start."""
 RESCALE_LOG2 = 8.0
 """How far scores may exceed the maximum that P is relative to: Note [Rescaling late]."""
-TILE_EDGES = ("s", "p", "p_rest", "stats", "scaled")
-"""Edges that each query tile has for itself."""
+IN_FLIGHT = 2
+"""Blocks of S in tensor memory: of two query tiles, or two of one."""
 SLAB = 16
 """Depth of one tcgen05.mma of 16-bit elements."""
 O_COLUMNS = 16
 """Columns of O that the role correct has in registers at a time; twice as many spill."""
+NARROW = 64
+"""Columns of a row that heads of more than 128 are cut into, to be copied piece by piece."""
+OUT_STAGES = 2
 
 
-def out_overlays_q(key: KernelKey) -> bool:
-    """True where out takes the place of q, since the ring has no room otherwise."""
-    return key.head_dim > ROWS
+class Tiling(NamedTuple):
+    """How a kernel cuts its arrays; all of it follows from the head sizes and the config.
+
+    Attributes:
+        q_tiles: query tiles of a CTA.
+        s_stages: blocks of S that each query tile has in tensor memory.
+        kv_columns: columns of 128 keys that a stage of the ring holds; of a pair, a CTA holds them
+            of 64 keys.
+        kv_rows: rows of values, all Dv columns, that a stage holds instead; of a pair, a CTA holds
+            half of the columns.
+        kv_stages: stages of the ring, as many as fit.
+        k_parts: stages that a block of keys takes.
+        v_parts: stages that a block of values takes.
+        out_columns: columns of out that a stage of its ring holds.
+        out_parts: stages that the out of a query tile takes.
+    """
+
+    q_tiles: int
+    s_stages: int
+    kv_columns: int
+    kv_rows: int
+    kv_stages: int
+    k_parts: int
+    v_parts: int
+    out_columns: int
+    out_parts: int
 
 
-def _fixed_bytes(key: KernelKey) -> int:
-    """Shared memory of a kernel but for its ring."""
-    width = key.head_dim + (0 if out_overlays_q(key) else key.value_dim)
-    return Q_TILES * ROWS * (width * ELEMENT_BYTES + 2 * FLOAT_BYTES)
+def tiling(key: KernelKey, config: BlackwellForward) -> Tiling:
+    """How the kernel for ``key`` cuts its arrays."""
+    q_tiles = config.block_q // ROWS
+    is_wide = key.head_dim > ROWS
+    kv_columns = NARROW if is_wide else key.head_dim
+    out_columns = NARROW if is_wide else key.value_dim
+    stats_bytes = q_tiles * ROWS * 2 * FLOAT_BYTES
+    q_and_out = ROWS * (q_tiles * key.head_dim + OUT_STAGES * out_columns) * ELEMENT_BYTES
+    room = SMEM_CAPACITY_BYTES - FIRST_PAGE_BYTES - stats_bytes - q_and_out
+    return Tiling(
+        q_tiles=q_tiles,
+        s_stages=IN_FLIGHT // q_tiles,
+        kv_columns=kv_columns,
+        kv_rows=BLOCK_KV * kv_columns // key.value_dim,
+        kv_stages=room // (BLOCK_KV // config.ctas * kv_columns * ELEMENT_BYTES),
+        k_parts=key.head_dim // kv_columns,
+        v_parts=key.value_dim // kv_columns,
+        out_columns=out_columns,
+        out_parts=key.value_dim // out_columns,
+    )
 
 
 def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
     """The checked plan of the forward kernel for ``key`` under ``config``.
-
-    The ring of key and value blocks is as deep as shared memory allows.
 
     Raises:
         PlanError: the configuration fits neither the hardware nor the kernel.
     """
     if config.ctas > 1 and key.mask != "full":
         raise PlanError(f"a pair works on one block of keys; under a {key.mask} mask CTAs differ")
+    cut = tiling(key, config)
     q_bytes = ROWS * key.head_dim * ELEMENT_BYTES
-    out_bytes = ROWS * key.value_dim * ELEMENT_BYTES
-    kv_bytes = BLOCK_KV * key.head_dim * ELEMENT_BYTES // config.ctas
-    others = config.other_registers
-    kv_stages = (SMEM_CAPACITY_BYTES - FIRST_PAGE_BYTES - _fixed_bytes(key)) // kv_bytes
-    out = Buffer("out", Q_TILES * out_bytes)
-    if out_overlays_q(key):
-        out = Buffer("out", Q_TILES * out_bytes, "q", "all S of a tile retire before its last PV")
+    kv_bytes = BLOCK_KV // config.ctas * cut.kv_columns * ELEMENT_BYTES
+    out_bytes = ROWS * cut.out_columns * ELEMENT_BYTES
     done = NamedBarrier("correct", 1, WARPGROUP, "the role is done with tensor memory")
     plan = Plan(
-        roles=(
-            Role("softmax0", range(0, 4), config.softmax_registers),
-            Role("softmax1", range(4, 8), config.softmax_registers),
-            Role("correct", range(8, 12), config.correct_registers),
-            Role("mma", range(12, 13), others, leader_only=config.ctas > 1),
-            Role("store", range(13, 14), others),
-            Role("load", range(14, 15), others),
-            Role("idle", range(15, 16), others),
-        ),
+        roles=_roles(cut, config),
         edges=(
-            _q_edge(key, q_bytes),
+            Edge(
+                "q",
+                "load",
+                "mma",
+                cut.q_tiles,
+                q_bytes,
+                "a query tile in smem",
+                "every S of it retired",
+                "tma_umma",
+            ),
             Edge(
                 "kv",
                 "load",
                 "mma",
-                kv_stages,
+                cut.kv_stages,
                 kv_bytes,
-                "keys or values in smem",
-                "the products that read them retired",
+                "a part of keys or values in smem",
+                "the products that read it retired",
                 "tma_umma",
             ),
-            *(edge for tile in range(Q_TILES) for edge in _tile_edges(tile)),
-            Edge("o", "mma", "correct", Q_TILES, 0, "all PV of a tile retired", "", "umma"),
-            Edge("out", "correct", "store", Q_TILES, 0, "out in smem", "read by TMA", "threads"),
-            Edge("room", "store", "load", 1, 0, "no out where q belongs", "", "threads"),
+            *(edge for tile in range(cut.q_tiles) for edge in _tile_edges(tile, cut)),
+            Edge("o", "mma", "correct", cut.q_tiles, 0, _O_FULL[cut.q_tiles], "", "umma"),
+            Edge("out", "correct", "store", OUT_STAGES, 0, "out in smem", "read by TMA", "threads"),
         ),
         buffers=(
-            Buffer("q", Q_TILES * q_bytes),
-            Buffer("kv", kv_stages * kv_bytes),
-            out,
-            Buffer("stats", Q_TILES * 2 * ROWS * FLOAT_BYTES),
+            Buffer("q", cut.q_tiles * q_bytes),
+            Buffer("kv", cut.kv_stages * kv_bytes),
+            Buffer("out", OUT_STAGES * out_bytes),
+            Buffer("stats", cut.q_tiles * 2 * ROWS * FLOAT_BYTES),
             Buffer("words", WORDS_BYTES),
         ),
         barriers=() if config.ctas > 1 else (done,),
         smem_capacity_bytes=SMEM_CAPACITY_BYTES,
-        tmem=_tmem(key),
+        tmem=_tmem(key, cut),
         ctas=config.ctas,
     )
     check(plan)
     return plan
 
 
-def _q_edge(key: KernelKey, q_bytes: int) -> Edge:
-    full, empty = "a query tile in smem", "every S of it retired"
-    return Edge("q", "load", "mma", Q_TILES, q_bytes, full, empty, "tma_umma")
+_O_FULL = {1: "PV of a block retired", 2: "all PV of a tile retired"}
+"""By number of query tiles: Note [One query tile]."""
 
 
-def _tile_edges(tile: int) -> tuple[Edge, ...]:
+def _roles(cut: Tiling, config: BlackwellForward) -> tuple[Role, ...]:
+    """One softmax role by query tile, correct, and four roles of one warp each."""
+    groups = [(f"softmax{tile}", config.softmax_registers) for tile in range(cut.q_tiles)]
+    groups.append(("correct", config.correct_registers))
+    first_single = len(groups) * WARPS_PER_GROUP
+    singles = enumerate(("mma", "store", "load", "idle"), first_single)
+    others, is_pair = config.other_registers, config.ctas > 1
+    return (
+        *(
+            Role(name, range(i * WARPS_PER_GROUP, (i + 1) * WARPS_PER_GROUP), registers)
+            for i, (name, registers) in enumerate(groups)
+        ),
+        *(
+            Role(name, range(warp, warp + 1), others, leader_only=is_pair and name == "mma")
+            for warp, name in singles
+        ),
+    )
+
+
+def _tile_edges(tile: int, cut: Tiling) -> tuple[Edge, ...]:
     """The edges that each query tile has for itself."""
-    softmax = f"softmax{tile}"
+    softmax, stages = f"softmax{tile}", cut.s_stages
     return (
         Edge(
             f"s{tile}",
             "mma",
             softmax,
-            1,
+            stages,
             0,
             "S in TMEM, and the PV issued before it retired",
             "",
@@ -172,13 +249,13 @@ def _tile_edges(tile: int) -> tuple[Edge, ...]:
             f"p{tile}",
             softmax,
             "mma",
-            1,
+            stages,
             0,
             "three quarters of P in TMEM, all of S read",
             "",
             "threads",
         ),
-        Edge(f"p_rest{tile}", softmax, "mma", 1, 0, "all of P in TMEM", "", "threads"),
+        Edge(f"p_rest{tile}", softmax, "mma", stages, 0, "all of P in TMEM", "", "threads"),
         Edge(
             f"stats{tile}",
             softmax,
@@ -202,18 +279,18 @@ def _tile_edges(tile: int) -> tuple[Edge, ...]:
     )
 
 
-def _tmem(key: KernelKey) -> tuple[TmemRange, ...]:
-    """S0 S1 O0 O1, and P over the upper half of its S."""
+def _tmem(key: KernelKey, cut: Tiling) -> tuple[TmemRange, ...]:
+    """S0 S1, then O of each query tile; P over the upper half of its S."""
     p_cols = BLOCK_KV * ELEMENT_BYTES // FLOAT_BYTES
-    upper = BLOCK_KV - p_cols
     why = "Note [P overwrites S]"
+    scores = [TmemRange(f"s{i}", i * BLOCK_KV, BLOCK_KV) for i in range(IN_FLIGHT)]
     return (
-        TmemRange("s0", 0, BLOCK_KV),
-        TmemRange("s1", BLOCK_KV, BLOCK_KV),
-        TmemRange("o0", 2 * BLOCK_KV, key.value_dim),
-        TmemRange("o1", 2 * BLOCK_KV + key.value_dim, key.value_dim),
-        TmemRange("p0", upper, p_cols, "s0", why),
-        TmemRange("p1", BLOCK_KV + upper, p_cols, "s1", why),
+        *scores,
+        *(
+            TmemRange(f"o{tile}", IN_FLIGHT * BLOCK_KV + tile * key.value_dim, key.value_dim)
+            for tile in range(cut.q_tiles)
+        ),
+        *(TmemRange(f"p{i}", s.end - p_cols, p_cols, s.name, why) for i, s in enumerate(scores)),
     )
 
 
