@@ -1,35 +1,77 @@
-"""What was compiled, and what a GPU allows it: ``python -m jax_fa.inspect [DIR]``.
+"""What was compiled: ``python -m jax_fa.inspect DIR``, DIR holding what ``jax_fa.aot`` wrote.
 
-DIR holds what ``jax_fa.aot`` wrote. Of every variant there: registers, stack (where spilled
-registers live), shared and tensor memory; machine code counted by meaning, with a verdict in plain
-words; the softmax of a 128 x 128 tile as the machine code has it; bank conflicts; and beside all
-that a *model*, marked as such: cycles of the units of an SM, the bound, arithmetic intensity.
-Without DIR, the model alone, of everything that can be compiled.
-
-Exits with status 1 if a variant spills or fails its verdict. Reading machine code needs
-nvidia-cuda-nvdisasm; ``--no-sass`` does without.
+Prints registers per thread, bytes of stack, of shared memory (all launches of the variant) and of
+code of every kernel, and, with ``--sass``, how many instructions of each interesting kind its
+machine code has (needs nvidia-cuda-nvdisasm). Exits with status 1 if a kernel uses stack memory,
+which is where spilled registers live.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import fnmatch
-import itertools
+import importlib.metadata
 import json
+import re
+import shutil
+import subprocess
 import sys
-import textwrap
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jax_fa import aot_audit, aot_sass, roofline
-from jax_fa.aot_audit import Lengths, Model, Report
-from jax_fa.kernels import banks
-from jax_fa.variants import BY_NAME, VARIANTS, Variant
+from jax_fa import aot_cubin
 
-_UNITS = roofline.Cycles._fields
-_ALWAYS_SHOWN = ("local memory", "all")
+NVDISASM_REQUIREMENT = "nvidia-cuda-nvdisasm"
+
+AUDIT = {
+    "mma": r"[HQIUB]G?MMA|UTC[A-Z]*MMA",
+    "tma": r"UTMA(LDG|STG|REDG)",
+    "exp2": r"MUFU\.EX2",
+    "fma": r"FFMA2?",
+    "cvt": r"F2FP?",
+    "shuffle": r"SHFL",
+    "barrier": r"BAR|SYNCS",
+    "local": r"LDL|STL",
+}
+"""Kinds of instructions, as regular expressions over opcodes; ``local`` is spilling."""
+
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)", re.M)
+
+
+def find_nvdisasm() -> Path | None:
+    """NVIDIA's disassembler: on the PATH, or in the wheel of that name."""
+    on_path = shutil.which("nvdisasm")
+    if on_path:
+        return Path(on_path)
+    try:
+        files = importlib.metadata.files(NVDISASM_REQUIREMENT) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((Path(file.locate()) for file in files if file.name == "nvdisasm"), None)
+
+
+def opcodes(path: Path, nvdisasm: Path) -> Counter[str]:
+    """Opcode, modifiers included -> how often the machine code in an object has it."""
+    counts: Counter[str] = Counter()
+    for image in aot_cubin.cubins(path):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(image)
+            cubin.flush()
+            done = subprocess.run(
+                [nvdisasm, "-c", cubin.name], capture_output=True, text=True, check=True
+            )
+        counts.update(_INSTRUCTION.findall(done.stdout))
+    return counts
+
+
+def audit(counts: Counter[str]) -> dict[str, int]:
+    """Number of instructions of each kind of ``AUDIT``, and of all."""
+    kinds = {
+        kind: sum(n for opcode, n in counts.items() if re.match(rf"({pattern})(\.|$)", opcode))
+        for kind, pattern in AUDIT.items()
+    }
+    return {**kinds, "all": counts.total()}
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
@@ -42,197 +84,6 @@ def table(rows: Sequence[Sequence[object]]) -> str:
     )
 
 
-def resource_table(reports: Iterable[Report]) -> str:
-    """Registers at launch and by role, memory, code."""
-    rows: list[list[object]] = [
-        ["variant", "registers", "by role", "stack", "shared", "tensor columns", "code", "banks"]
-    ]
-    for report in reports:
-        columns, allocated = report.tmem_columns
-        rows.append(
-            [
-                report.name,
-                _joined(report.launch_registers),
-                _joined(dict.fromkeys(report.role_registers.values())) or "?",
-                report.stack_bytes,
-                _joined(report.shared_bytes) or "?",
-                f"{columns} of {allocated}" if allocated else "none",
-                report.code_bytes,
-                _banks(report),
-            ]
-        )
-    return table(rows)
-
-
-def _banks(report: Report) -> str:
-    if not report.accesses:
-        return "?"
-    return "conflicts" if report.bank_conflicts else f"{report.accesses} kinds free"
-
-
-def _joined(values: Iterable[object]) -> str:
-    return "/".join(map(str, values))
-
-
-def model_table(models: Iterable[tuple[str, Model]]) -> str:
-    """Cycles of a tile, bound and roofs of variants."""
-    rows: list[list[object]] = [
-        [
-            "variant",
-            "GPU",
-            *_UNITS,
-            "(fill)",
-            "bound",
-            "cap",
-            "FLOP/byte",
-            "by CTA",
-            "ridge",
-            "TFLOP/s",
-        ]
-    ]
-    for name, model in models:
-        rows.append(
-            [
-                name,
-                model.gpu,
-                *(f"{model.cycles[unit]:.0f}" for unit in _UNITS),
-                f"{model.fill_cycles:.0f}",
-                model.bound,
-                f"{model.efficiency:.0%}",
-                f"{model.intensity:.0f}",
-                f"{model.cta_intensity:.0f}",
-                f"{model.ridge:.0f}",
-                f"{model.tflops:.0f}",
-            ]
-        )
-    return table(rows)
-
-
-def code_table(reports: Sequence[Report]) -> str:
-    """Instructions by meaning; meanings that no variant has are left out."""
-    meanings = [
-        meaning
-        for meaning in [*aot_sass.MEANINGS, "all"]
-        if meaning in _ALWAYS_SHOWN or any((report.counts or {}).get(meaning) for report in reports)
-    ]
-    heading: Sequence[object] = ["variant", *meanings]
-    rows = [heading]
-    for report in reports:
-        counts = report.counts or {}
-        rows.append([report.name, *(counts.get(meaning, 0) for meaning in meanings)])
-    is_tall = len(reports) > len(meanings)
-    return table(rows if is_tall else list(zip(*rows, strict=True)))
-
-
-def softmax_table(reports: Iterable[Report]) -> str:
-    """The softmax of a tile: counted, and next to it FlashAttention-4's budget for forwards."""
-    heading = "variant|warp instr.|a score|masked|exp2|packed|scalar|max|convert|polynomials"
-    heading += "|special cycles|issue cycles|FA4 polynomials|FA4 exp2|FA4 issue"
-    rows: list[Sequence[object]] = [heading.split("|")]
-    for report in reports:
-        found = report.softmax
-        if found is None:
-            continue
-        masked = max(found.other_loops, default=found.instructions)
-        rows.append(
-            [
-                report.name,
-                f"{found.instructions:.0f}",
-                f"{found.instructions * banks.WARP / roofline.SCORES:.2f}",
-                f"{masked:.0f}",
-                *(
-                    f"{found.by_meaning.get(meaning, 0):.0f}"
-                    for meaning in ("exp2", "packed f32", "scalar f32", "max", "convert")
-                ),
-                f"{found.polynomials:.1%}",
-                f"{found.special_cycles:.0f}",
-                f"{found.issue_cycles:.0f}",
-                *flash_attention_4(BY_NAME[report.name]),
-            ]
-        )
-    return table(rows)
-
-
-def flash_attention_4(variant: Variant) -> tuple[str, str, str]:
-    """Polynomials, exp2 and issue cycles of FlashAttention-4 for the same tile (model), or dashes.
-
-    It publishes settings and a cost model, no instruction counts; for compute capability 10.0 only.
-    """
-    if variant.operation != "fwd" or variant.arch != "sm100" or variant.key.has_soft_cap:
-        return "-", "-", "-"
-    heads = (variant.key.head_dim, variant.key.value_dim)
-    share = roofline.flash_attention_4_polynomials(heads, variant.key.mask)
-    gpu = roofline.gpu_of(variant.arch)
-    exp2, issue = roofline.exp2_cycles(gpu, share), roofline.issue_cycles(gpu, share)
-    return f"{share:.1%}", f"{exp2:.0f}", f"{issue:.0f}"
-
-
-def bank_table(variants: Iterable[Variant]) -> str:
-    """Passes of each kind of access to shared memory, with and without the swizzle."""
-    rows: list[list[object]] = [["access", "instruction", "fewest", "passes", "without swizzle"]]
-    seen = set()
-    for variant in variants:
-        for access in banks.accesses(variant.key, aot_audit.choose_config(variant)):
-            size = "words" if access.tile is None else f"{access.tile.width}-byte rows"
-            row = [f"{access.who}, {size}", access.instruction, access.fewest, access.passes()]
-            row.append(access.passes(swizzle=False))
-            if tuple(row) not in seen:
-                seen.add(tuple(row))
-                rows.append(row)
-    return table(rows)
-
-
-_MARKERS = "os^vD<>pP*hXd"
-
-
-def plot(models: Sequence[tuple[str, Model]], path: Path) -> None:
-    """Draws the roofs of the GPUs in ``models``, and where each variant is under them."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 6), layout="constrained")
-    axes = figure.subplots()
-    gpus = {gpu.name: gpu for gpu in roofline.GPUS}
-    used = list(dict.fromkeys(model.gpu for _, model in models))
-    widest = max([4 * gpus[name].ridge for name in used] + [m.intensity * 2 for _, m in models])
-    lowest = min([gpus[name].ridge / 8 for name in used] + [m.intensity / 2 for _, m in models])
-    for number, name in enumerate(used):
-        gpu, color = gpus[name], f"C{number}"
-        corners = [lowest, gpu.ridge, widest]
-        roof = [min(gpu.peak_flops, gpu.hbm_bytes * x) / 1e12 for x in corners]
-        axes.plot(corners, roof, color=color, label=f"{name}, published rates")
-        groups: dict[tuple[int, str], list[tuple[str, float]]] = {}
-        for title, model in models:
-            if model.gpu == name:
-                group = groups.setdefault((round(model.tflops), model.bound), [])
-                group.append((title, model.intensity))
-        for marker, ((tflops, bound), group) in zip(
-            itertools.cycle(_MARKERS), groups.items(), strict=False
-        ):
-            titles = ", ".join(dict.fromkeys(_short(title) for title, _ in group))
-            label = textwrap.fill(f"{tflops} TFLOP/s by {bound} (model): {titles}", 60)
-            points = [intensity for _, intensity in group]
-            axes.scatter(points, [tflops] * len(points), color=color, marker=marker, label=label)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("FLOP per byte of memory")
-    axes.set_ylabel("TFLOP/s")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=7)
-    figure.savefig(path, dpi=120)
-
-
-def _short(name: str) -> str:
-    """A variant's name without architecture and element type."""
-    operation, _, _, *rest = name.split("_")
-    return " ".join([operation, *rest])
-
-
-def _gpus_for(variant: Variant, wanted: Sequence[str]) -> list[roofline.Gpu]:
-    """The GPUs of a variant's architecture that were asked for, else the first."""
-    own = [gpu for gpu in roofline.GPUS if gpu.arch == variant.arch and gpu.name in wanted]
-    return own or [roofline.gpu_of(variant.arch)]
-
-
 def _dynamic_shared_bytes(folder: Path) -> dict[str, list[int]]:
     """Variant -> dynamic shared memory of its launches, as the report has it."""
     report = folder / "report.json"
@@ -242,116 +93,37 @@ def _dynamic_shared_bytes(folder: Path) -> dict[str, list[int]]:
     return {record["name"]: record["dynamic_shared_bytes"] for record in records}
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m jax_fa.inspect", description=__doc__.split("\n")[0]
     )
-    parser.add_argument(
-        "folder", type=Path, nargs="?", help="output folder of python -m jax_fa.aot"
-    )
-    parser.add_argument("--variants", default="*", metavar="GLOB", help="only these")
-    parser.add_argument("--no-sass", action="store_true", help="do not read machine code")
-    parser.add_argument("--banks", action="store_true", help="list accesses to shared memory")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the roofline there")
-    names = [gpu.name for gpu in roofline.GPUS]
-    parser.add_argument(
-        "--gpu", nargs="+", choices=names, default=[], help="of those that a variant runs on"
-    )
-    for name, default in Lengths()._asdict().items():
-        option = f"--{name.removeprefix('num_').replace('_', '-')}"
-        parser.add_argument(option, dest=name, type=int, default=default, metavar="N")
-    return parser
-
-
-def _audited(options: argparse.Namespace, variants: Sequence[Variant]) -> list[Report]:
-    """Reports of what ``options.folder`` holds of ``variants``, without the model."""
-    nvdisasm = None if options.no_sass else aot_sass.find_nvdisasm()
-    dynamic = _dynamic_shared_bytes(options.folder)
-    reports = []
-    for variant in variants:
-        path = options.folder / f"{variant.name}.o"
-        report = aot_audit.resources(variant, path, dynamic.get(variant.name, ()))
-        if nvdisasm is not None:
-            aot_audit.audit_code(report, variant, aot_sass.disassemble(path, nvdisasm))
-        reports.append(report)
-    return reports
-
-
-def _print_reports(reports: Sequence[Report]) -> None:
-    print("\nResources: compiled, but for registers by role and tensor memory, which are planned")
-    print(resource_table(reports))
-    if any(report.counts for report in reports):
-        print("\nMachine code: instructions of all kernels of a variant, by meaning")
-        print(code_table(reports))
-        print(
-            "\nSoftmax of a tile of 128 x 128 scores: warp instructions of its loop, and what they"
-            "\ntake at published rates. FA4: FlashAttention-4's settings in the same model"
-        )
-        print(softmax_table(reports))
-    print("\nVerdicts")
-    for report in reports:
-        print(f"{report.name}: {report.verdict}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = _parser()
+    parser.add_argument("folder", type=Path, help="output folder of python -m jax_fa.aot")
+    parser.add_argument("--sass", action="store_true", help="count instructions by kind")
     options = parser.parse_args(arguments)
-    variants = [v for v in VARIANTS if fnmatch.fnmatchcase(v.name, options.variants)]
-    reports: list[Report] = []
-    if options.folder is not None:
-        variants = [v for v in variants if (options.folder / f"{v.name}.o").exists()]
-        if not options.no_sass and aot_sass.find_nvdisasm() is None:
-            parser.error(
-                f"reading machine code needs a disassembler: pip install "
-                f"{aot_sass.NVDISASM_REQUIREMENT}, or --no-sass to do without"
-            )
-    if not variants:
-        where = options.folder or "the list of variants"
-        parser.error(f"{where} has no '{options.variants}'; python -m jax_fa.aot writes objects")
-    if options.folder is not None:
-        reports = _audited(options, variants)
-    lengths = Lengths(*(getattr(options, name) for name in Lengths._fields))
-    models = [
-        (variant.name, aot_audit.model(variant, gpu, lengths))
-        for variant in variants
-        for gpu in _gpus_for(variant, options.gpu)
-    ]
-    print(
-        "Model, computed from published rates: cycles of an SM for a 128 x 128 tile of scores "
-        "(fill:\nmore of shared memory, for what TMA writes), and both roofs for batch "
-        f"{lengths.batch}, {lengths.q_len} queries in\n{lengths.num_q_heads} heads, "
-        f"{lengths.kv_len} keys in {lengths.num_kv_heads} heads"
-    )
-    print(model_table(models))
-    for gpu in roofline.GPUS:
-        if gpu.caveat and any(model.gpu == gpu.name for _, model in models):
-            print(f"{gpu.name}: {gpu.caveat}")
-    if reports:
-        _print_reports(reports)
-    if options.banks:
-        print("\nShared memory: passes of each kind of access (model of 32 banks)")
-        print(bank_table(variants))
-    if options.json:
-        _write_json(options.json, reports, models, lengths)
-    if options.plot:
-        plot(models, options.plot)
-    return 1 if any(report.problems for report in reports) else 0
+    objects = sorted(options.folder.glob("*.o"))
+    if not objects:
+        parser.error(f"{options.folder} holds no objects; python -m jax_fa.aot writes them")
+    nvdisasm = find_nvdisasm() if options.sass else None
+    if options.sass and nvdisasm is None:
+        parser.error(f"--sass needs a disassembler: pip install {NVDISASM_REQUIREMENT}")
 
-
-def _write_json(
-    path: Path, reports: Sequence[Report], models: Sequence[tuple[str, Model]], lengths: Lengths
-) -> None:
-    """Writes all that was found out; what is a model is under that name."""
-    by_name: dict[str, dict[str, Any]] = {
-        report.name: {**dataclasses.asdict(report), "verdict": report.verdict} for report in reports
-    }
-    for name, model in models:
-        by_name.setdefault(name, {"name": name})
-        by_name[name].setdefault("models", []).append(dataclasses.asdict(model))
-    content = {"lengths": lengths._asdict(), "variants": list(by_name.values())}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    kinds = [*AUDIT, "all"] if nvdisasm else []
+    rows: list[list[object]] = [["variant", "registers", "stack", "shared", "code", *kinds]]
+    spilling = []
+    dynamic = _dynamic_shared_bytes(options.folder)
+    for path in objects:
+        counts = audit(opcodes(path, nvdisasm)) if nvdisasm else {}
+        shared = "/".join(map(str, dynamic.get(path.stem, ["?"])))
+        for kernel in aot_cubin.kernels(path):
+            row = [path.stem, kernel.registers, kernel.stack_bytes, shared, kernel.code_bytes]
+            rows.append([*row, *(counts[kind] for kind in kinds)])
+            if kernel.stack_bytes:
+                spilling.append(path.stem)
+    print(table(rows))  # noqa: T201
+    if spilling:
+        print(f"stack memory is used by: {', '.join(spilling)}")  # noqa: T201
+    return 1 if spilling else 0
 
 
 if __name__ == "__main__":

@@ -38,14 +38,12 @@ TOWERS = {
         Layer("variants"),
         Layer("choice"),
         Layer("support"),
-        Layer("roofline"),
     ),
     "kernels": (
         Layer("kernels"),
         Layer("kernels.sm90"),
         Layer("kernels.sm100"),
         Layer("kernels.edges", lazy="cutlass"),
-        Layer("kernels.banks"),
         Layer("kernels.sm*.plan"),
         Layer("kernels.sm*.plan_*"),
         Layer("kernels.primitives", "cutlass cuda"),
@@ -60,7 +58,7 @@ TOWERS = {
         Layer("kernels.sm*.*", "cutlass cuda"),
         Layer("aot_*"),
         Layer("aot", lazy="cutlass"),
-        Layer("inspect", lazy="matplotlib"),
+        Layer("inspect"),
     ),
     "emulator": (
         Layer("emulator.*", "numpy"),
@@ -70,6 +68,7 @@ TOWERS = {
     "runtime": (
         Layer("reference", "jax"),
         Layer("bindings", "jax numpy"),
+        Layer("emulated", "jax numpy"),
         Layer("sharding", "jax numpy"),
         Layer("operations", "jax numpy"),
         Layer("vjp", "jax"),
@@ -86,7 +85,7 @@ BELOW = {
     "planning": (),
     "kernels": ("planning",),
     "emulator": ("planning",),
-    "runtime": ("planning",),
+    "runtime": ("planning", "emulator"),
 }
 
 
