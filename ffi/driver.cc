@@ -175,10 +175,10 @@ std::mutex loading;
 // What the C functions at the end of this file need to know of the call they belong to.
 class Session {
  public:
-  // Driver mode on `device` (a CUdevice), or record mode into `launches`.
+  // Driver mode on `device` (a CUdevice), or record mode for `num_sms` into `launches`.
   Session(const Object& object, int32_t device) : object(object), device(device) { Enter(); }
-  Session(const Object& object, std::vector<Launch>* launches)
-      : object(object), launches(launches) {
+  Session(const Object& object, int32_t num_sms, std::vector<Launch>* launches)
+      : object(object), num_sms(num_sms), launches(launches) {
     Enter();
   }
   ~Session() { current_ = outer_; }
@@ -219,6 +219,7 @@ class Session {
 
   const Object& object;
   int32_t device = 0;
+  int32_t num_sms = 0;
   std::vector<Launch>* launches = nullptr;
 
  private:
@@ -325,8 +326,9 @@ Failure Call(const Object& object, int32_t ordinal, Arguments* arguments) {
   return session.Run(arguments);
 }
 
-Failure Record(const Object& object, Arguments* arguments, std::vector<Launch>* launches) {
-  Session session(object, launches);
+Failure Record(const Object& object, int32_t num_sms, Arguments* arguments,
+               std::vector<Launch>* launches) {
+  Session session(object, num_sms, launches);
   {
     std::lock_guard<std::mutex> lock(loading);
     if (!object.state.is_linked) {
@@ -451,7 +453,7 @@ int32_t _cudaDeviceGetAttribute(int32_t* value, int32_t attribute, int32_t devic
       *value = jax_fa::kRecordedSharedBytes;
       return jax_fa::kSuccess;
     case jax_fa::kMultiprocessorCount:
-      *value = jax_fa::kRecordedMultiprocessors;
+      *value = session->num_sms;
       return jax_fa::kSuccess;
     default:
       return session->Check("cuDeviceGetAttribute (recording)", jax_fa::kNotSupported);

@@ -105,10 +105,10 @@ Failure Load(const Object& object, int32_t ordinal, void* stream);
 // Launches; the object must have been loaded on that device.
 Failure Call(const Object& object, int32_t ordinal, Arguments* arguments);
 
-// What Call would launch. Objects that ask are told that the device is an H100.
-inline constexpr int32_t kRecordedMultiprocessors = 132;
-inline constexpr int32_t kRecordedSharedBytes = 227 * 1024;  // per block
-Failure Record(const Object& object, Arguments* arguments, std::vector<Launch>* launches);
+// What Call would launch on a device with `num_sms` multiprocessors.
+inline constexpr int32_t kRecordedSharedBytes = 227 * 1024;  // per block, for objects that ask
+Failure Record(const Object& object, int32_t num_sms, Arguments* arguments,
+               std::vector<Launch>* launches);
 
 }  // namespace jax_fa
 

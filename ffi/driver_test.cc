@@ -100,7 +100,7 @@ void RecordKeepsEveryLaunch() {
     Arguments arguments;
     Fill(&arguments);
     std::vector<Launch> launches;
-    Check(!Record(kObject, &arguments, &launches).has_value(), "record succeeds");
+    Check(!Record(kObject, 132, &arguments, &launches).has_value(), "record succeeds");
     Check(launches.size() == 2, "two launches");
     const Launch& first = launches[0];
     Check(first.kernel == "first" && launches[1].kernel == "second", "kernel names");
@@ -125,7 +125,7 @@ void UnknownKernelIsNamed() {
   Arguments arguments;
   Fill(&arguments);
   std::vector<Launch> launches;
-  const Failure failure = Record(kNamesUnknownKernel, &arguments, &launches);
+  const Failure failure = Record(kNamesUnknownKernel, 132, &arguments, &launches);
   Check(failure.has_value() && failure->find("unknown: second failed: 500") == 0,
         "error names variant, kernel and code");
 }

@@ -29,6 +29,7 @@ struct VariantKey {
 struct Variant {
   VariantKey key;
   Object object;
+  const char* ptx_sha256 = "";  // of the PTX that the object was assembled from
 };
 
 // Which family's kernels a GPU runs.

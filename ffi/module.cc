@@ -68,7 +68,8 @@ NB_MODULE(_jax_fa, m) {
   m.def("operand_names", &jax_fa::OperandNames, nb::arg("backward"));
   m.def("attribute_names", &jax_fa::AttributeNames);
   m.def("variants", &jax_fa::VariantNames);
-  m.def("record", &jax_fa::Record, nb::arg("operation"), nb::arg("capability"), nb::arg("call"));
+  m.def("record", &jax_fa::Record, nb::arg("operation"), nb::arg("capability"), nb::arg("call"),
+        nb::arg("num_sms") = 132);  // an H100
   m.def("cpu_isa", [] { return std::string(jax_fa::CpuIsa()); });
   m.def("keys_of", &KeysOf, nb::arg("window"), nb::arg("row"));
   m.def("rows_of", &RowsOf, nb::arg("window"), nb::arg("key"));

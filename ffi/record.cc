@@ -127,42 +127,45 @@ nb::dict ToPython(const Launch& launch) {
 }
 
 template <typename Params>
-nb::dict RecordCall(const Params& params, int32_t capability) {
-  const int32_t arch = ArchOf(capability);
+nb::dict RecordCall(const Params& params, const Device& device) {
+  const int32_t arch = ArchOf(device.capability);
   if (arch == 0) {
     throw std::invalid_argument("record: no kernels are compiled for compute capability " +
-                                std::to_string(capability));
+                                std::to_string(device.capability));
   }
   const VariantKey key = KeyOf(params, arch);
   const Variant* variant = FindVariant(key);
   if (variant == nullptr) throw std::invalid_argument("record: " + Refusal(key));
   Arguments arguments;
-  FillArguments(params, Device{capability, kRecordedMultiprocessors}, nullptr, &arguments);
+  FillArguments(params, device, nullptr, &arguments);
   std::vector<Launch> launches;
-  if (const Failure failure = Record(variant->object, &arguments, &launches)) {
+  if (const Failure failure = Record(variant->object, device.num_sms, &arguments, &launches)) {
     throw std::runtime_error("record: " + *failure);
   }
   nb::list recorded;
   for (const Launch& launch : launches) recorded.append(ToPython(launch));
   nb::dict result;
   result["variant"] = variant->object.name;
+  result["ptx_sha256"] = variant->ptx_sha256;
   result["launches"] = recorded;
   return result;
 }
 
 }  // namespace
 
-nb::dict Record(const std::string& operation, int32_t capability, const nb::dict& call) {
+nb::dict Record(const std::string& operation, int32_t capability, const nb::dict& call,
+                int32_t num_sms) {
+  const Device device{capability, num_sms};
   Fields fields(call);
   if (operation == "fwd") {
     const auto params = ReadInputs<FwdParams>(fields);
     fields.CheckAllRead();
-    return RecordCall(params, capability);
+    return RecordCall(params, device);
   }
   if (operation == "bwd") {
     const BwdParams params = ReadBackward(fields);
     fields.CheckAllRead();
-    return RecordCall(params, capability);
+    return RecordCall(params, device);
   }
   throw std::invalid_argument("record: operation is '" + operation + "', not 'fwd' or 'bwd'");
 }

@@ -14,6 +14,7 @@ from jax_fa.api import explain as explain
 from jax_fa.api import forward as forward
 from jax_fa.bindings import export_disabled_checks as export_disabled_checks
 from jax_fa.bindings import register as _register
+from jax_fa.emulated import emulation as emulation
 from jax_fa.operations import FallbackWarning as FallbackWarning
 
 __version__ = "0.1.0"

@@ -4,7 +4,8 @@ Needs nvidia-cutlass-dsl, and no GPU. Leaves in DIR, for every chosen variant of
 
     NAME.o               machine code for the GPU, and the host function that launches it
     NAME.h               what the exporter says about NAME.o; for reading, not compiled
-    NAME.ptx             with ``--keep-ptx``: what the emulator executes
+    NAME.ptx.xz          what the emulator executes; installed beside the extension
+    NAME.ptx             with ``--keep-ptx``: the same for reading
     kernel_table.gen.cc  the C++ side of the list: ffi/kernel_table.h
     report.json          registers, stack, shared memory, seconds, bytes of each variant
 
@@ -31,6 +32,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import lzma
 import multiprocessing
 import os
 import platform
@@ -290,16 +292,18 @@ def _summary(record: dict[str, Any]) -> str:
 def write_output(jobs: Sequence[Job], output: Path, keep_ptx: bool) -> None:
     """Copies the results out of the cache and writes the table and the report."""
     _remove_previous(output)
-    records = []
+    records, rows = [], []
     for job in jobs:
         job.path(".json").touch()
-        for suffix in (".o", ".h", *([".ptx"] if keep_ptx else [])):
+        ptx = job.path(".ptx").read_bytes()
+        if not job.path(".ptx.xz").exists():
+            job.path(".ptx.xz").write_bytes(lzma.compress(ptx))
+        for suffix in (".o", ".h", ".ptx.xz", *([".ptx"] if keep_ptx else [])):
             shutil.copyfile(job.path(suffix), output / (job.variant.name + suffix))
-        records.append(json.loads(job.path(".json").read_text()))
-    rows = [
-        aot_table.Row(job.variant, record["symbol"], _signatures(record))
-        for job, record in zip(jobs, records, strict=True)
-    ]
+        record = json.loads(job.path(".json").read_text())
+        digest = hashlib.sha256(ptx).hexdigest()
+        records.append(record)
+        rows.append(aot_table.Row(job.variant, record["symbol"], _signatures(record), digest))
     (output / "kernel_table.gen.cc").write_text(aot_table.table(rows))
     report = {
         "dsl": dict(_dsl_distributions()),
@@ -322,7 +326,7 @@ def _remove_previous(output: Path) -> None:
     if not report.exists():
         return
     for record in json.loads(report.read_text())["variants"]:
-        for suffix in (".o", ".h", ".ptx"):
+        for suffix in (".o", ".h", ".ptx", ".ptx.xz"):
             (output / (record["name"] + suffix)).unlink(missing_ok=True)
     report.unlink()
 

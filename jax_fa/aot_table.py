@@ -41,11 +41,13 @@ class Row(NamedTuple):
         variant: which.
         symbol: C name of its host entry.
         kernels: what it launches.
+        ptx_sha256: of the PTX that its object was assembled from.
     """
 
     variant: Variant
     symbol: str
     kernels: tuple[Signature, ...]
+    ptx_sha256: str = ""
 
 
 def c_parameters(operation: Operation) -> list[tuple[str, str]]:
@@ -115,7 +117,8 @@ def _variants(rows: Sequence[Row]) -> str:
         )
         lines.append(f"    {{{{{', '.join(map(str, fields))}}},")
         functions = ", ".join(_object_functions(row))
-        lines.append(f'     {{"{name}", {functions}, {name}_kernels, {len(row.kernels)}}}}},')
+        lines.append(f'     {{"{name}", {functions}, {name}_kernels, {len(row.kernels)}}},')
+        lines.append(f'     "{row.ptx_sha256}"}},')
     return "\n".join([*lines, "};\n"])
 
 

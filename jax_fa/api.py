@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_fa import arguments, bindings, operations, reference, vjp
 from jax_fa.arguments import Call, Options, WindowSize
 from jax_fa.band import Alignment
-from jax_fa.choice import Choice, Implementation, choose
+from jax_fa.choice import Choice, Implementation, choose, name_of
 from jax_fa.problem import KERNEL_DTYPES, Problem
 
 
@@ -61,7 +61,8 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
             one side leaves it unbounded.
         implementation: None picks the fastest that serves the problem on the platform the
             computation is lowered for. "cpu" and "cuda" force compiled kernels, "xla" the unfused
-            reference (differentiable in any mode), "cudnn" delegates to jax.nn.
+            reference (differentiable in any mode), "cudnn" delegates to jax.nn, "emulated" runs the
+            kernels of a GPU on the CPU (``jax_fa.emulation`` says of which).
         return_residual: also return the log-sum-exp [B, T, N] in the dtype of key and without
             gradient, as jax.nn does. ``attention_with_lse`` gives it in float32 with gradient.
         query_segment_ids: int32 [B, T]; a query sees only keys of its own segment (packed
@@ -299,11 +300,13 @@ def _needs_reference(call: Call) -> str | None:
 def _choice(call: Call, problem: Problem, platform: str) -> Choice:
     reason = _needs_reference(call)
     if reason is None:
-        return choose(problem, bindings.target(platform), call.implementation)
+        target = bindings.target(platform, call.implementation)
+        return choose(problem, target, call.implementation)
     if call.implementation in (None, "xla"):
         return Choice("xla", "", reason)
+    asked = name_of(call.implementation)
     raise NotImplementedError(
-        f"attention: implementation={call.implementation!r} does not serve this call: {reason}. "
+        f"attention: implementation={asked!r} does not serve this call: {reason}. "
         f"Use implementation=None or 'xla'."
     )
 

@@ -16,8 +16,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jax_fa import emulated
 from jax_fa.band import UNBOUNDED, Alignment, Band
-from jax_fa.choice import IMPLEMENTATIONS, Implementation
+from jax_fa.choice import IMPLEMENTATIONS, Forced, Implementation
 from jax_fa.problem import Operands, Semantics
 
 WindowSize = int | tuple[int | None, int | None] | None
@@ -57,7 +58,7 @@ class Call(NamedTuple):
 
     operands: Operands
     semantics: Semantics
-    implementation: Implementation | None
+    implementation: Forced
     bias: Array | None = None
     mask: Array | None = None
     missing: int = 0
@@ -285,14 +286,14 @@ def _check_qkv(q: Array, k: Array, v: Array) -> None:
         )
 
 
-def _implementation(options: Options) -> Implementation | None:
+def _implementation(options: Options) -> Forced:
     implementation = options.get("implementation")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"attention: implementation={implementation!r} is unknown; use None or one of "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}."
         )
-    return implementation
+    return emulated.resolve() if implementation == "emulated" else implementation
 
 
 def _semantics(options: Options, head_dim: int) -> Semantics:

@@ -7,6 +7,10 @@ are only ever added, so that exported programs keep running.
 
 from __future__ import annotations
 
+import hashlib
+import lzma
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +19,20 @@ import numpy as np
 from jax import Array
 
 from jax_fa import _jax_fa
-from jax_fa.choice import Target
+from jax_fa.choice import Emulation, Forced, Target
 from jax_fa.kernels import abi
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
+from jax_fa.variants import ARCHS, Operation
 
 FORWARD_TARGET = "jax_fa_fwd_v1"
 BACKWARD_TARGET = "jax_fa_bwd_v1"
 EXTENSION_VERSION = 1
 
 _OPTIONAL_DTYPES = {"sinks": np.float32}
+_EXTENTS = (
+    *("batch", "num_sequences", "q_len", "kv_len"),
+    *("num_q_heads", "num_kv_heads", "head_dim", "value_dim"),
+)
 
 
 def register() -> None:
@@ -55,8 +64,16 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     ]
 
 
-def target(platform: str) -> Target:
+def compiled() -> frozenset[str]:
+    """Names of the GPU variants that this build holds."""
+    return frozenset(_jax_fa.variants())
+
+
+def target(platform: str, forced: Forced = None) -> Target:
     """What a computation for ``platform`` may count on: kernels of this build, GPUs at hand."""
+    if isinstance(forced, Emulation):
+        arch = next(arch for arch in ARCHS if arch.name == forced.arch)
+        return Target(platform, compiled(), (arch.capability,))
     if platform != "cuda":
         return Target(platform)
     try:
@@ -64,7 +81,7 @@ def target(platform: str) -> Target:
     except RuntimeError:
         devices = []
     capabilities = {str(device.compute_capability) for device in devices}
-    return Target(platform, frozenset(_jax_fa.variants()), tuple(sorted(capabilities)))
+    return Target(platform, compiled(), tuple(sorted(capabilities)))
 
 
 def _inputs(operands: Operands) -> list[Array]:
@@ -123,3 +140,42 @@ def backward(platform: str, operands: Operands, semantics: Semantics, saved: Sav
     call = jax.ffi.ffi_call(BACKWARD_TARGET, results)
     dq, dk, dv, dsinks, *_ = call(*_inputs(operands), *saved, **_attributes(semantics))
     return Gradients(dq, dk, dv, None if operands.sinks is None else dsinks)
+
+
+# ---------------------------------------------------------------------------- without a GPU
+
+
+def record(
+    operation: Operation, problem: Problem, emulation: Emulation, addresses: dict[str, int]
+) -> dict[str, Any]:
+    """The launches that one call would make on a GPU: see ``ffi/record.h``.
+
+    Args:
+        operation: forward or backward.
+        problem: what is asked; its compiled variant must exist.
+        emulation: architecture and multiprocessors of that GPU.
+        addresses: of every array of the call, by its name in ``ffi/kernels.h``.
+    """
+    shape = {name: getattr(problem, name) for name in ("dtype", *_EXTENTS)}
+    attributes = {name: x.item() for name, x in _attributes(problem.semantics).items()}
+    capability = int(emulation.arch.removeprefix("sm"))
+    call = {**shape, **attributes, **addresses}
+    return _jax_fa.record(operation, capability, call, emulation.num_sms)
+
+
+@lru_cache(maxsize=16)
+def ptx(variant: str, sha256: str) -> str:
+    """The PTX that the object of a compiled variant was assembled from.
+
+    Raises:
+        NotImplementedError: it is not installed, or belongs to another build.
+    """
+    path = Path(_jax_fa.__file__).parent / "ptx" / f"{variant}.ptx.xz"
+    text = lzma.decompress(path.read_bytes()) if path.exists() else None
+    if text is None or hashlib.sha256(text).hexdigest() != sha256:
+        raise NotImplementedError(
+            f"attention: {path} {'is not there' if text is None else 'is of another build'}, but "
+            f"the emulator runs the PTX of the compiled kernels. Reinstall jax_fa, which puts "
+            f"extension and PTX there together."
+        )
+    return text.decode()

@@ -9,10 +9,38 @@ from jax_fa import variants
 from jax_fa.problem import KERNEL_DTYPES, Problem
 from jax_fa.variants import Operation
 
-Implementation = Literal["cpu", "cuda", "cudnn", "xla"]
+Implementation = Literal["cpu", "cuda", "cudnn", "xla", "emulated"]
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("cpu", "cuda", "cudnn", "xla")
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("cpu", "cuda", "cudnn", "xla", "emulated")
 """Names accepted by ``implementation=``; None lets the platform choose."""
+
+Completion = Literal["random", "lazy", "eager"]
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """``implementation="emulated"`` with its settings (``jax_fa.emulation``).
+
+    Attributes:
+        arch: name of the ``variants.Arch`` whose kernels run.
+        seed: of the schedule of warps; equal seeds give equal runs.
+        completion: when asynchronous copies and matrix products complete.
+        num_sms: multiprocessors of the GPU that launches are made for.
+    """
+
+    arch: str
+    seed: int = 0
+    completion: Completion = "random"
+    num_sms: int = 4
+
+
+Forced = Implementation | Emulation | None
+"""What a call asks for once its settings are read: never the mere name "emulated"."""
+
+
+def name_of(forced: Forced) -> Implementation | None:
+    """What the caller wrote as ``implementation=``."""
+    return "emulated" if isinstance(forced, Emulation) else forced
 
 
 class Target(NamedTuple):
@@ -21,8 +49,9 @@ class Target(NamedTuple):
     Attributes:
         platform: as JAX names it.
         compiled: names of the GPU variants this build holds.
-        capabilities: compute capabilities of the GPUs at hand, such as "9.0"; empty where there is
-            none (lowering for another machine): then every compiled family has to serve.
+        capabilities: compute capabilities of the GPUs at hand (or emulated), such as "9.0"; empty
+            where there is none (lowering for another machine): then every compiled family has to
+            serve.
     """
 
     platform: str
@@ -35,8 +64,8 @@ class Choice:
     """What will run, and why.
 
     Attributes:
-        implementation: "cpu" and "cuda" are compiled kernels, "xla" is the jnp reference, which
-            builds the T x S score matrix.
+        implementation: "cpu" and "cuda" are compiled kernels, "emulated" are those of "cuda" on
+            the emulator, "xla" is the jnp reference, which builds the T x S score matrix.
         kernel: names of the compiled kernels, comma-separated; empty for "xla".
         reason: one sentence.
         is_fallback: True if only the lack of a kernel led here.
@@ -54,7 +83,10 @@ class _Refusal(Exception):
 
 def _cuda_kernels(problem: Problem, target: Target, operation: Operation) -> str:
     if not target.compiled:
-        raise _Refusal("this build holds no GPU kernels")
+        raise _Refusal(
+            "this build holds no GPU kernels; reinstall with nvidia-cutlass-dsl in the build "
+            "environment (pyproject.toml says how)"
+        )
     if not problem.semantics.scale > 0:
         # The row maximum is taken of unscaled scores.
         raise _Refusal(f"GPU kernels take a positive scale, not {problem.semantics.scale}")
@@ -74,21 +106,23 @@ def _cuda_kernels(problem: Problem, target: Target, operation: Operation) -> str
     return ", ".join(sorted(names))
 
 
-def _kernels(problem: Problem, target: Target, operation: Operation) -> str:
+def _kernels(
+    problem: Problem, target: Target, implementation: Implementation | None, operation: Operation
+) -> str:
     """Names of the kernels that serve ``problem``."""
     if problem.dtype not in KERNEL_DTYPES:
         raise _Refusal(f"kernels take {', '.join(KERNEL_DTYPES)}, not {problem.dtype}")
+    if target.platform == "cuda" or implementation == "emulated":
+        return _cuda_kernels(problem, target, operation)
     if target.platform == "cpu":
         return f"{operation}_cpu"
-    if target.platform == "cuda":
-        return _cuda_kernels(problem, target, operation)
     raise _Refusal(f"no kernels exist for platform {target.platform!r}")
 
 
 def choose(
     problem: Problem,
     target: Target,
-    implementation: Implementation | None,
+    forced: Forced,
     operation: Operation = "fwd",
 ) -> Choice:
     """The implementation for a problem without dense mask or bias.
@@ -96,22 +130,24 @@ def choose(
     Args:
         problem: what is asked.
         target: what the computation is lowered for.
-        implementation: what the caller forced, or None.
+        forced: what the caller asked for, or None.
         operation: forward or backward; each is chosen for itself.
 
     Raises:
         NotImplementedError: the forced implementation does not serve the problem.
     """
+    implementation = name_of(forced)
     if implementation == "xla":
         return Choice("xla", "", "implementation='xla' was asked for")
-    if implementation is not None and implementation != target.platform:
+    needed = "cpu" if implementation == "emulated" else implementation
+    if needed is not None and needed != target.platform:
         raise NotImplementedError(
             f"attention: implementation={implementation!r} was asked for, but the computation is "
             f"lowered for platform {target.platform!r}. Use implementation=None (chooses at "
             f"lowering), or 'xla', which runs everywhere."
         )
     try:
-        kernels = _kernels(problem, target, operation)
+        kernels = _kernels(problem, target, implementation, operation)
     except _Refusal as refusal:
         if implementation is not None:
             raise NotImplementedError(
@@ -119,5 +155,7 @@ def choose(
                 f"{str(refusal).rstrip('.')}. Use implementation=None or 'xla'."
             ) from None
         return Choice("xla", "", str(refusal), is_fallback=True)
+    if isinstance(forced, Emulation):
+        return Choice("emulated", kernels, f"this kernel runs in the emulator of {forced.arch}")
     platform: Implementation = "cpu" if target.platform == "cpu" else "cuda"
     return Choice(platform, kernels, f"compiled kernels serve this problem on {platform}")

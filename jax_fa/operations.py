@@ -18,8 +18,8 @@ from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_fa import bindings, reference, sharding
-from jax_fa.choice import Implementation, choose
+from jax_fa import bindings, emulated, reference, sharding
+from jax_fa.choice import Emulation, Forced, choose
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
 from jax_fa.sharding import Names
 
@@ -48,7 +48,7 @@ def _flat(operands: Operands | Gradients) -> list[Any]:
 
 
 def forward(
-    operands: Operands, semantics: Semantics, implementation: Implementation | None = None
+    operands: Operands, semantics: Semantics, implementation: Forced = None
 ) -> tuple[Array, Array]:
     """Output [B, T, N, Dv] and lse float32 [B, T, N]; without a gradient rule (see ``vjp``)."""
     out, lse = forward_p.bind(
@@ -65,7 +65,7 @@ def backward(
     semantics: Semantics,
     saved: tuple[Array, Array],
     cotangents: tuple[Array, Array],
-    implementation: Implementation | None = None,
+    implementation: Forced = None,
 ) -> Gradients:
     """Gradients of ``forward``.
 
@@ -187,14 +187,17 @@ def _forward_on(
     semantics: Semantics = params["semantics"]
     operands, _ = _split(names, arrays)
     problem = Problem.of(operands, semantics)
-    choice = choose(problem, bindings.target(platform), params["implementation"])
+    forced: Forced = params["implementation"]
+    choice = choose(problem, bindings.target(platform, forced), forced)
     if choice.implementation == "xla":
         if choice.is_fallback:
             _warn_once(problem, platform, choice.reason)
         return reference.forward(operands, semantics)
 
-    if platform == "cuda" and operands.is_packed:
+    if choice.implementation != "cpu" and operands.is_packed:
         operands = with_slot_in_front(operands)
+    if isinstance(forced, Emulation):
+        return emulated.forward(forced, operands, semantics)
     present = operands.present
 
     def one_shard(*shard: Array) -> tuple[Array, ...]:
@@ -209,13 +212,14 @@ def _backward_on(
     semantics: Semantics = params["semantics"]
     operands, (out, lse, dout, dlse) = _split(names, arrays)
     problem = Problem.of(operands, semantics)
-    choice = choose(problem, bindings.target(platform), params["implementation"], "bwd")
+    forced: Forced = params["implementation"]
+    choice = choose(problem, bindings.target(platform, forced), forced, "bwd")
     if choice.implementation == "xla":
         if choice.is_fallback:
             _warn_once(problem, platform, f"in the gradient, {choice.reason}")
         return _flat(reference.backward(operands, semantics, out, lse, dout, dlse))
 
-    has_slot_in_front = platform == "cuda" and operands.is_packed
+    has_slot_in_front = choice.implementation != "cpu" and operands.is_packed
     if has_slot_in_front:
         operands = with_slot_in_front(operands)
     present = operands.present
@@ -225,8 +229,13 @@ def _backward_on(
         saved = bindings.Saved(*rest)
         return tuple(_flat(bindings.backward(platform, shard_operands, semantics, saved)))
 
-    operation = Names((*present, *_BACKWARD_EXTRAS), _backward_results(operands))
-    grads = sharding.partitioned(operation, one_shard)(*_flat(operands), out, lse, dout, dlse)
+    grads: Sequence[Array]
+    if isinstance(forced, Emulation):
+        saved = bindings.Saved(out, lse, dout, dlse)
+        grads = _flat(emulated.backward(forced, operands, semantics, saved))
+    else:
+        operation = Names((*present, *_BACKWARD_EXTRAS), _backward_results(operands))
+        grads = sharding.partitioned(operation, one_shard)(*_flat(operands), out, lse, dout, dlse)
     if has_slot_in_front and operands.sinks is not None:
         return *grads[:3], grads[3][1:]
     return grads

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_fa import operations
-from jax_fa.choice import Implementation
+from jax_fa.choice import Forced
 from jax_fa.operations import no_further_derivative
 from jax_fa.problem import Operands, Semantics
 
@@ -21,7 +21,7 @@ LSE_NAME = "jax_fa_lse"
 
 
 def attention(
-    operands: Operands, semantics: Semantics, implementation: Implementation | None = None
+    operands: Operands, semantics: Semantics, implementation: Forced = None
 ) -> tuple[Array, Array]:
     """(out, lse), differentiable once in reverse mode through both."""
     arrays = operations.aligned([x for x in operands if x is not None])
@@ -33,7 +33,7 @@ def attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _attention(
-    operands: Operands, semantics: Semantics, implementation: Implementation | None
+    operands: Operands, semantics: Semantics, implementation: Forced
 ) -> tuple[Array, Array]:
     return operations.forward(operands, semantics, implementation)
 
@@ -42,7 +42,7 @@ _Residuals = tuple[Operands, Array, Array]
 
 
 def _forward(
-    operands: Operands, semantics: Semantics, implementation: Implementation | None
+    operands: Operands, semantics: Semantics, implementation: Forced
 ) -> tuple[tuple[Array, Array], _Residuals]:
     out, lse = operations.forward(operands, semantics, implementation)
     # Named so that a remat policy can keep them: recomputing them costs a whole forward pass.
@@ -52,7 +52,7 @@ def _forward(
 
 def _backward(
     semantics: Semantics,
-    implementation: Implementation | None,
+    implementation: Forced,
     residuals: _Residuals,
     cotangents: tuple[Array, Array],
 ) -> tuple[Operands]:

@@ -346,6 +346,14 @@ CASES: tuple[Case, ...] = (
         kv_lengths=(80, 5, 33),
     ),
     Case(
+        "packed_segments_and_empty_slots",
+        q_len=150,
+        kv_len=140,
+        cu_q=(0, 0, 90, 150, 150),
+        cu_k=(0, 60, 140, 140, 140),
+        segments=(documents(50, 100), documents(100, 40)),
+    ),
+    Case(
         "packed_bottom_right_window",
         q_len=140,
         kv_len=220,

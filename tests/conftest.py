@@ -41,7 +41,8 @@ def no_gpu_kernels(monkeypatch):
     from jax_fa import bindings
     from jax_fa.choice import Target
 
-    monkeypatch.setattr(bindings, "target", Target)
+    monkeypatch.setattr(bindings, "target", lambda platform, forced=None: Target(platform))
+    monkeypatch.setattr(bindings, "compiled", frozenset)
 
 
 @pytest.fixture(autouse=True, scope="session")

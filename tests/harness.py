@@ -17,7 +17,7 @@ from oracle import Results, Tolerance, tolerance
 
 import jax_fa
 from jax_fa import vjp
-from jax_fa.choice import Implementation
+from jax_fa.choice import Forced
 from jax_fa.problem import Operands
 
 ROOT = Path(__file__).parent.parent
@@ -59,12 +59,12 @@ def wanted(case: Case, dtype: str) -> Tolerance:
 
 
 @cache
-def computed(case: Case, dtype: str, implementation: Implementation | None = None) -> Results:
+def computed(case: Case, dtype: str, implementation: Forced = None) -> Results:
     """Forward and gradients of a case through the library's ``custom_vjp``."""
     return run(case, data(case, dtype), implementation)
 
 
-def run(case: Case, given: Data, implementation: Implementation | None = None) -> Results:
+def run(case: Case, given: Data, implementation: Forced = None) -> Results:
     """The same for other data."""
     semantics = case.semantics
 
@@ -81,6 +81,12 @@ def run(case: Case, given: Data, implementation: Implementation | None = None) -
     rest = x._replace(q=None, k=None, v=None, sinks=None)
     out, lse, dq, dk, dv, dsinks = step((x.q, x.k, x.v, x.sinks), rest, given.cotangents)
     return Results(out, lse, dq, dk, dv, None if dsinks is None else np.sum(dsinks, axis=0))
+
+
+def attend(case: Case, given: Data, implementation: Forced = None) -> tuple[Any, Any]:
+    """Output and LSE alone, of an implementation that may have no gradient."""
+    compute = jax.jit(lambda x: vjp.attention(x, case.semantics, implementation))
+    return compute(on_device(given.operands))
 
 
 def in_new_process(code: str, **environment: str) -> str:

@@ -203,6 +203,7 @@ def test_compiling_leaves_object_header_ptx_table_and_report(compiled):
         "fwd_sm90_bf16_d64_full.h",
         "fwd_sm90_bf16_d64_full.o",
         "fwd_sm90_bf16_d64_full.ptx",
+        "fwd_sm90_bf16_d64_full.ptx.xz",
         "kernel_table.gen.cc",
         "report.json",
     }

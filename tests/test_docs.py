@@ -32,6 +32,7 @@ def test_public_names_are_the_ones_of_the_contract():
         "attention_varlen",
         "attention_with_lse",
         "backward",
+        "emulation",
         "explain",
         "export_disabled_checks",
         "forward",

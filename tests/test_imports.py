@@ -71,6 +71,7 @@ TOWERS = {
     "runtime": (
         Layer("reference", "jax"),
         Layer("bindings", "jax numpy"),
+        Layer("emulated", "jax numpy"),
         Layer("sharding", "jax numpy"),
         Layer("operations", "jax numpy"),
         Layer("vjp", "jax"),
@@ -87,7 +88,7 @@ BELOW = {
     "planning": (),
     "kernels": ("planning",),
     "emulator": ("planning",),
-    "runtime": ("planning",),
+    "runtime": ("planning", "emulator"),
 }
 
 

@@ -20,7 +20,7 @@ Q, K, V = zeros(2, 6, 4, 8), zeros(2, 5, 2, 8), zeros(2, 5, 2, 8)
 IDS_Q, IDS_K = zeros(2, 6, dtype=jnp.int32), zeros(2, 5, dtype=jnp.int32)
 UNKNOWN_IMPLEMENTATION = (
     "attention: implementation='flash' is unknown; use None or one of 'cpu', 'cuda', 'cudnn', "
-    "'xla'."
+    "'xla', 'emulated'."
 )
 
 ARRAYS = [
@@ -196,6 +196,13 @@ OPTIONS = [
         "everywhere.",
     ),
     (
+        {"implementation": "emulated"},
+        NotImplementedError,
+        "attention: implementation='emulated' runs compiled GPU kernels, and this build holds "
+        "none. Reinstall with nvidia-cutlass-dsl in the build environment (pyproject.toml says "
+        "how), or use implementation=None or 'xla'.",
+    ),
+    (
         {"implementation": "cudnn", "logits_soft_cap": 1.0, "sinks": zeros(4)},
         NotImplementedError,
         "attention: implementation='cudnn' delegates to jax.nn.dot_product_attention, which has no "
@@ -220,6 +227,7 @@ def test_bad_arrays_are_refused(qkv, kind, words):
 @pytest.mark.parametrize(
     ("options", "kind", "words"), OPTIONS, ids=lambda x: "+".join(x) if isinstance(x, dict) else ""
 )
+@pytest.mark.usefixtures("no_gpu_kernels")
 def test_bad_options_are_refused(options, kind, words):
     assert error_of(lambda: jax_fa.attention(Q, K, V, **options)) == (kind, words)
 

@@ -254,10 +254,11 @@ def locate(sequences: Sequences, tile: Tile, block_q: cutlass.Constexpr[int]) ->
             kv_end = element(s.cu_seqlens_k, number + 1)
         clamped = cutlass.min(number, s.num_sequences - 1)
         q_slot, kv_slot = q_end - q_start, kv_end - kv_start
+        # Of a sequence without keys, masks read the first key all the same: it has to exist.
         span = Span(
             clamped,
             q_start,
-            kv_start,
+            cutlass.min(kv_start, s.kv_len - 1),
             q_slot,
             cutlass.min(element_or(s.q_lengths, clamped, q_slot), q_slot),
             cutlass.min(element_or(s.kv_lengths, clamped, kv_slot), kv_slot),

@@ -191,7 +191,8 @@ def mask_block(
             kv_base = work.tile.batch * sequences.kv_len + work.span.kv_start
             row_ids = []
             for r in cutlass.range_constexpr(softmax.ROWS):
-                present = cutlass.min(row + 8 * r, work.span.q_slot - 1)
+                # 0 in a tile beyond all sequences, which has no rows.
+                present = cutlass.max(cutlass.min(row + 8 * r, work.span.q_slot - 1), 0)
                 row_ids.append(tiles.element(scalars.q_segments, q_base + present))
             last = cutlass.max(work.span.kv_len - 1 - first_key, -first_key)
             softmax.mask_segments(

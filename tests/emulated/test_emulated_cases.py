@@ -1,0 +1,82 @@
+"""The shared cases on the compiled GPU kernels, in the emulator; all architectures of the build."""
+
+import jax
+import pytest
+from cases import CASES
+from harness import attend, data, run, wanted
+from oracle import Results, assert_close
+
+from jax_fa import bindings
+from jax_fa.choice import Emulation
+from jax_fa.variants import ARCHS, BY_NAME, SHORT_DTYPES
+
+COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled())]
+
+UNSERVED = {
+    "prime_sizes",
+    "head_dim_8",
+    "head_dim_16",
+    "head_dim_32",
+    "head_dim_80",
+    "head_dim_192",
+    "value_dim_larger",
+    "odd_head_dim",
+    "scale_negative",
+    "scale_zero",
+    "everything",
+    "one_row_sees_one_key",
+}
+"""Cases with head sizes or scales that no GPU kernel takes."""
+
+if not COMPILED:
+    pytest.skip("this build holds no GPU kernels", allow_module_level=True)
+
+
+def is_complete(arch, operation, dtype):
+    """Whether this build holds all variants of an operation; samples are for other tests."""
+
+    def those(variants):
+        return {
+            v for v in variants if (v.arch, v.operation, v.key.dtype) == (arch, operation, dtype)
+        }
+
+    return those(COMPILED) == those(BY_NAME.values()) != set()
+
+
+PLACES = [
+    (arch, dtype)
+    for arch in ARCHS
+    for dtype in SHORT_DTYPES
+    if is_complete(arch.name, "fwd", dtype)
+]
+each_place = pytest.mark.parametrize(("arch", "dtype"), PLACES, ids=lambda x: getattr(x, "name", x))
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def is_served(case, arch):
+    return case.name not in UNSERVED and (case.head_dim, case.out_dim) in arch.head_dims
+
+
+@each_place
+@each_case
+def test_case_keeps_the_tolerance_rule_or_is_refused(case, arch, dtype):
+    """Each case has a schedule of its own; NaN in the results would be memory left unwritten."""
+    emulation = Emulation(arch.name, seed=CASES.index(case))
+    given = data(case, dtype)
+    if not is_served(case, arch):
+        with pytest.raises(NotImplementedError, match="does not serve this problem"):
+            attend(case, given, emulation)
+    elif is_complete(arch.name, "bwd", dtype):
+        assert_close(run(case, given, emulation), wanted(case, dtype), dtype)
+    else:
+        out, lse = attend(case, given, emulation)
+        assert_close(Results(out, lse), wanted(case, dtype), dtype)
+
+
+@pytest.mark.parametrize(
+    "arch", [a for a in ARCHS if "bwd" not in a.operations], ids=lambda a: a.name
+)
+def test_gradients_of_an_architecture_without_backward_are_refused(arch):
+    case = CASES[0]
+    with pytest.raises(NotImplementedError, match=f"no bwd kernels for {arch.name}"):
+        jax.block_until_ready(run(case, data(case, "bfloat16"), Emulation(arch.name)))
