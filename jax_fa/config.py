@@ -15,6 +15,10 @@ BLACKWELL = ("sm_100f", "sm_103f", "sm_110f")
 """Targets: B200 and GB200; B300 and GB300; Thor."""
 BLACKWELL_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """(D, Dv) that are compiled for Blackwell."""
+BLACKWELL_BACKWARD_HEADS = ((64, 64), (96, 96), (128, 128))
+"""(D, Dv) of its backward. With 192/128, S, dP, dV and dK alone want 576 columns of 512: dP would
+have to take the place of S, and every product to wait for the one before. With 256/256, dV and dK
+of 128 keys are all of tensor memory: it wants tiles of 64 keys, or two CTAs that share columns."""
 _WRITTEN = f"kernels are written for sm_90a, {', '.join(BLACKWELL)}"
 
 # Cycles per 128 x 128 block and SM at 16 exponentials, 8192 flops and 128 lane instructions a
@@ -160,6 +164,29 @@ class BlackwellForward:
     is_persistent: bool = True
 
 
+@dataclass(frozen=True)
+class BlackwellBackward:
+    """A backward kernel's tile and resources: 128 keys by CTA, 128 query rows by step.
+
+    Attributes:
+        q_stages: depth of the ring of query tiles.
+        dout_stages: depth of the ring of dO tiles.
+        add_columns: columns of dQ in a piece that is added to global memory.
+        add_registers: per thread of the role add, multiple of 8.
+        attend_registers: per thread of the role attend, multiple of 8.
+        other_registers: per thread of all others, multiple of 8.
+    """
+
+    q_stages: int
+    dout_stages: int
+    add_columns: int
+    add_registers: int = 152
+    attend_registers: int = 152
+    other_registers: int = 56
+    block_q: int = 128
+    block_kv: int = 128
+
+
 def choose_forward(key: KernelKey) -> HopperForward | BlackwellForward:
     """The forward configuration for ``key``.
 
@@ -225,13 +252,24 @@ def blackwell_forward(key: KernelKey) -> BlackwellForward:
     return BlackwellForward(polynomials, *_BLACKWELL_REGISTERS[key.mask], ctas)
 
 
-def choose_backward(key: KernelKey) -> HopperBackward:
+def choose_backward(key: KernelKey) -> HopperBackward | BlackwellBackward:
     """The backward configuration for ``key``.
+
+    Raises:
+        NotImplementedError: no kernel is written for its architecture or head sizes.
+    """
+    if key.arch == "sm_90a":
+        return hopper_backward(key)
+    if key.arch in BLACKWELL:
+        return blackwell_backward(key)
+    raise NotImplementedError(f"no backward kernel for {key.arch}; {_WRITTEN}")
+
+
+def hopper_backward(key: KernelKey) -> HopperBackward:
+    """``choose_backward`` for Hopper.
 
     TFLOP/s on an H200, bfloat16, at 16 x 1024 and 1 x 16384 tokens, causal; cuDNN in brackets.
     """
-    if key.arch != "sm_90a":
-        raise NotImplementedError(f"no backward kernel for {key.arch}; there is one for sm_90a")
     if key.head_dim <= 64:
         # Reached: 275 and 511 (203 and 418).
         return HopperBackward(block_q=128)
@@ -239,3 +277,18 @@ def choose_backward(key: KernelKey) -> HopperBackward:
     # D = 128 reaches 324 and 578 (247 and 515), D = 256 without splitting keys 259 and 412 (207
     # and 373).
     return HopperBackward(block_q=64, splits_keys=key.head_dim + key.value_dim <= 256)
+
+
+def blackwell_backward(key: KernelKey) -> BlackwellBackward:
+    """``choose_backward`` for Blackwell; rows follow from a model, since no GPU was at hand."""
+    if (key.head_dim, key.value_dim) not in BLACKWELL_BACKWARD_HEADS:
+        known = ", ".join(f"{d}/{dv}" for d, dv in BLACKWELL_BACKWARD_HEADS)
+        raise NotImplementedError(
+            f"no backward kernel for D/Dv {key.head_dim}/{key.value_dim} on {key.arch}; "
+            f"there are {known}"
+        )
+    # An even number of pieces of dQ, so that a piece knows its stage at compile time.
+    add_columns = 48 if key.head_dim == 96 else 32
+    # With D = 128 shared memory is full.
+    dout_stages = 1 if key.head_dim == 128 else 2
+    return BlackwellBackward(2, dout_stages, add_columns)

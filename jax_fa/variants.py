@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_fa.band import UNBOUNDED
-from jax_fa.config import BLACKWELL, BLACKWELL_HEADS, KernelKey
+from jax_fa.config import BLACKWELL, BLACKWELL_BACKWARD_HEADS, BLACKWELL_HEADS, KernelKey
 from jax_fa.kernels.abi import MASK_CLASSES, MaskClass
 from jax_fa.problem import Problem
 
 Operation = Literal["fwd", "bwd"]
+OPERATIONS: tuple[Operation, ...] = ("fwd", "bwd")
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 """Element types that are compiled, and what variant names call them."""
@@ -34,15 +35,19 @@ class Arch:
         name: part of variant names: "sm", then the compute capability without its dot.
         target: what the compiler is asked for.
         kernels: directory under ``kernels/``.
-        operations: those that have kernels.
-        head_dims: (D, Dv) that are compiled.
+        forward_heads: (D, Dv) for which a forward is compiled.
+        backward_heads: the same for the backward.
     """
 
     name: str
     target: str
     kernels: str
-    operations: tuple[Operation, ...]
-    head_dims: tuple[tuple[int, int], ...]
+    forward_heads: tuple[tuple[int, int], ...]
+    backward_heads: tuple[tuple[int, int], ...]
+
+    def head_dims(self, operation: Operation) -> tuple[tuple[int, int], ...]:
+        """The (D, Dv) that are compiled for an operation."""
+        return self.forward_heads if operation == "fwd" else self.backward_heads
 
     @property
     def capability(self) -> str:
@@ -52,11 +57,11 @@ class Arch:
 
 
 def _blackwell(name: str, target: str) -> Arch:
-    return Arch(name, target, "sm100", ("fwd",), BLACKWELL_HEADS)
+    return Arch(name, target, "sm100", BLACKWELL_HEADS, BLACKWELL_BACKWARD_HEADS)
 
 
 ARCHS = (
-    Arch("sm90", "sm_90a", "sm90", ("fwd", "bwd"), HOPPER_HEADS),
+    Arch("sm90", "sm_90a", "sm90", HOPPER_HEADS, HOPPER_HEADS),
     *(_blackwell(target[:2] + target[3:-1], target) for target in BLACKWELL),
 )
 
@@ -95,9 +100,9 @@ class Variant:
 def _enumerate() -> Iterator[Variant]:
     masks = (*((mask, False) for mask in MASK_CLASSES), ("general", True))
     for arch in ARCHS:
-        for operation in arch.operations:
+        for operation in OPERATIONS:
             for dtype in SHORT_DTYPES:
-                for head_dim, value_dim in arch.head_dims:
+                for head_dim, value_dim in arch.head_dims(operation):
                     for mask, has_soft_cap in masks:
                         key = KernelKey(arch.target, dtype, head_dim, value_dim, mask, has_soft_cap)
                         yield Variant(operation, arch.name, key)

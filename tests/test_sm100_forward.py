@@ -1,23 +1,17 @@
 """The Blackwell forward: its plan, and one compiled kernel on the emulator."""
 
-import ctypes
-import importlib.util
 import re
-import shutil
-import struct
-import subprocess
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from oracle import Results, assert_close, tolerance
+from recording import build, needs_compiler, needs_dsl, record
 
-from jax_fa import aot
 from jax_fa.band import UNBOUNDED, Band
 from jax_fa.config import BLACKWELL, BLACKWELL_HEADS, KernelKey, choose_forward
-from jax_fa.emulator import Launch, Memory, emulate
-from jax_fa.emulator.ptx import parse
+from jax_fa.emulator import Memory, emulate
 from jax_fa.kernels import abi
 from jax_fa.kernels.edges import (
     REGISTERS_PER_SM,
@@ -37,10 +31,6 @@ KEYS = [
     for d, dv in BLACKWELL_HEADS
     for mask in abi.MASK_CLASSES
 ]
-needs_dsl = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason=f"needs {aot.DSL_REQUIREMENT}"
-)
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 # ---------------------------------------------------------------------------------------- the plan
 
@@ -152,103 +142,6 @@ def test_the_ledger_names_every_edge_and_its_arrivals():
 
 # -------------------------------------------------------------------------------------- one kernel
 
-# What exported objects call to launch, as in ffi/driver.cc, handing the arguments on instead.
-SEAM = """
-typedef int (*Take)(const void*, void**);
-static Take take;
-void set_take(Take f) { take = f; }
-int _cudaLibraryLoadData(void** l, void* c) { *l = c; return 0; }
-int _cudaLibraryGetKernel(void** k, void* l, char* n) { *k = n; return 0; }
-int _cudaGetDevice(int* d) { *d = 0; return 0; }
-int _cudaDeviceGetAttribute(int* v, int a, int d) { *v = a == 97 ? 232448 : 10; return 0; }
-int _cudaFuncSetAttribute(void* f, int a, int v) { return 0; }
-int _cudaKernelSetAttributeForDevice(void* k, int a, int v, int d) { return 0; }
-int _cuKernelGetAttribute(int* v, int a, void* k, int d) { *v = 0; return 0; }
-int _cudaLaunchKernelEx(void* config, void* k, void** args) { return take(config, args); }
-"""
-CODES = {"pointer": "<Q", "int32": "<i", "float32": "<f", "stream": "<Q"}
-
-
-CLUSTER_DIMENSION = 4
-"""Of cudaLaunchAttributeID."""
-
-
-class LaunchAttribute(ctypes.Structure):
-    """cudaLaunchAttribute."""
-
-    _fields_ = [
-        ("id", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32),
-        ("value", ctypes.c_uint32 * 16),
-    ]
-
-
-class LaunchConfig(ctypes.Structure):
-    """cudaLaunchConfig_t."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("shared_bytes", ctypes.c_size_t),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(LaunchAttribute)),
-        ("num_attributes", ctypes.c_uint32),
-    ]
-
-    @property
-    def cluster(self):
-        """Extents of a cluster."""
-        attributes = self.attributes[: self.num_attributes]
-        found = [tuple(x.value[:3]) for x in attributes if x.id == CLUSTER_DIMENSION]
-        return found[0] if found else (1, 1, 1)
-
-
-def build(folder, key):
-    """PTX, and the library that launches it."""
-    import cutlass.cute as cute
-
-    from jax_fa.kernels.sm100 import fwd
-
-    aot._preload_runtime()
-    entry, arguments = fwd.make_entry(key, choose_forward(key))
-    options = f"--gpu-arch {key.arch} --keep-ptx --dump-dir {folder}"
-    cute.compile(entry, *arguments, options=options).export_to_c(str(folder), "k", "k")
-    (folder / "seam.c").write_text(SEAM)
-    library = folder / "k.so"
-    # -Bsymbolic: the DSL's own runtime, loaded for the export, has functions of the same names.
-    options = ["-shared", "-fPIC", "-w", "-Wl,-Bsymbolic"]
-    command = ["cc", *options, "-o", library, folder / "k.o", folder / "seam.c"]
-    subprocess.run(command, check=True, capture_output=True)
-    symbol = re.search(r"^void (_mlir_k__mlir_ciface\w+)", (folder / "k.h").read_text(), re.M)[1]
-    (ptx,) = folder.glob("*.ptx")
-    return ptx.read_text(), ctypes.CDLL(str(library)), symbol
-
-
-def record(built, values):
-    """The launch that the host entry makes of ``values``, by names of ``abi.FORWARD``."""
-    ptx, library, symbol = built
-    sizes = [param.size for param in parse(ptx).kernel(None).params]
-    launches = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
-    def take(config, args):
-        config = LaunchConfig.from_address(config)
-        params = tuple(ctypes.string_at(args[i], size) for i, size in enumerate(sizes))
-        grid, block = tuple(config.grid), tuple(config.block)
-        launches.append(Launch(grid, block, params, config.shared_bytes, config.cluster))
-        return 0
-
-    library.set_take(take)
-    module, status = ctypes.pointer(ctypes.c_void_p()), ctypes.pointer(ctypes.c_int())
-    pointers = [ctypes.cast(ctypes.pointer(x), ctypes.c_void_p) for x in (module, status)]
-    library._mlir_k_cuda_init((ctypes.c_void_p * 2)(*pointers))
-    packed = [struct.pack(CODES[kind], values.get(name, 0)) for name, kind in abi.FORWARD]
-    buffers = [ctypes.create_string_buffer(x) for x in (*packed, bytes(4))]
-    addresses = (ctypes.c_void_p * len(buffers))(*[ctypes.addressof(b) for b in buffers])
-    getattr(library, symbol)(addresses, len(buffers))
-    (launch,) = launches
-    return ptx, launch
-
 
 def run(built, key, lengths, heads, seed):
     """Results of a call on one multiprocessor or pair, the tolerance, and the emulator's report."""
@@ -272,8 +165,8 @@ def run(built, key, lengths, heads, seed):
     values |= {"batch": 1, "num_sequences": 1, "q_len": q_len, "kv_len": kv_len, "num_sms": 1}
     values |= {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
     values |= {"window_left": UNBOUNDED, "window_right": UNBOUNDED}
-    ptx, launch = record(built, values)
-    report = emulate(ptx, launch, memory, seed=seed)
+    (launch,) = record(built, abi.FORWARD, values)
+    report = emulate(built.ptx, launch, memory, seed=seed)
     wanted = tolerance(Operands(q, k, v), Semantics(scale, Band(key.mask == "causal")))
     return Results(out, lse), wanted, report
 
@@ -292,7 +185,7 @@ def run(built, key, lengths, heads, seed):
 )
 def test_a_compiled_kernel_is_right_on_the_emulator(tmp_path, key, seeds):
     """The last query tile partly used; several key blocks, the last partly used."""
-    built = build(tmp_path, key)
+    built = build(tmp_path, "sm100.fwd", key, choose_forward(key))
     for seed in seeds:
         results, wanted, _ = run(built, key, (200, 300), (2, 1), seed)
         assert_close(results, wanted, key.dtype)
@@ -306,7 +199,7 @@ def test_a_pair_of_ctas_is_right_on_the_emulator(tmp_path, head_dim, value_dim):
     """An odd number of query blocks: the second CTA's last one has no rows. Several schedules."""
     key = KernelKey("sm_100f", "bfloat16", head_dim, value_dim, "full")
     assert choose_forward(key).ctas == 2
-    built = build(tmp_path, key)
+    built = build(tmp_path, "sm100.fwd", key, choose_forward(key))
     for seed in range(5):
         results, wanted, report = run(built, key, (600, 300), (1, 1), seed)
         assert_close(results, wanted, "bfloat16")

@@ -3,9 +3,10 @@
 ``prepare`` runs before it: ``delta = rowsum(dO * O) - dLSE`` and the log-sum-exp in base 2 of each
 query row, and dQ sums of zero. ``finish`` runs after it and rounds the sums to dq.
 
-Sums of dQ stay in the order of the accumulators that they come from (``dq_shape`` of the variant):
-for each query block and consumer, four floats of each of 128 threads, then the next four. Every
-access is then 16 bytes a thread, side by side.
+Sums of dQ stay in the order of the accumulators that they come from, and every access is 16 bytes a
+thread, side by side. Where a variant's ``dq_order`` is "fragments" (``dq_shape``), for each query
+block and consumer: four floats of each of 128 threads, then the next four. Where it is "rows", for
+32 rows each: four columns of every row, then the next four columns.
 """
 
 from typing import NamedTuple
@@ -300,20 +301,36 @@ def finish(
 ):
     """Launches ``finish_kernel`` for every query block."""
     _, num_heads, batch = rows.lse.shape
+    threads = variant.config.block_q
+    if const_expr(variant.dq_order == "fragments"):
+        threads = edges.WARPGROUP * variant.config.num_consumers
     finish_kernel(variant, rows, scratch, scale).launch(
         grid=(num_row_blocks(variant, rows.sequences, batch), num_heads, batch),
-        block=(edges.WARPGROUP * variant.config.num_consumers, 1, 1),
+        block=(threads, 1, 1),
         stream=stream,
     )
 
 
 @cute.kernel
 def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scale: Float32):
+    """Rounds dq of a query block."""
+    at = row_block(variant, rows)
+    if const_expr(variant.dq_order == "fragments"):
+        round_fragments(variant, rows, scratch, at, scale)
+    else:
+        round_rows(variant, rows, scratch, at, scale)
+    if tiles.is_present(rows.sinks):
+        sum_sinks(variant, rows, scratch)
+
+
+@cute.jit
+def round_fragments(
+    variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, at: RowBlock, scale: Float32
+):
     """Rounds dq of a query block. A warpgroup reads what the same consumer has added."""
     head_dim = variant.key.head_dim
     consumer = cute.arch.thread_idx()[0] // edges.WARPGROUP
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
-    at = row_block(variant, rows)
     dq_rows, dq_columns = variant.dq_shape
     mma = primitives.make_mma(variant.dtype, dq_columns, OperandMajorMode.MN, a_in_registers=False)
     acc = mma.make_fragment_C(mma.partition_shape_C(variant.dq_shape))
@@ -330,8 +347,30 @@ def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scal
         row, column = consumer * dq_rows, Int32(0)
     target = cute.domain_offset((at.row + row, column), rows.dq[None, None, at.head, at.batch])
     store_rows(acc, scale, target, (thread, at.num_written - row))
-    if tiles.is_present(rows.sinks):
-        sum_sinks(variant, rows, scratch)
+
+
+@cute.jit
+def round_rows(
+    variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, at: RowBlock, scale: Float32
+):
+    """Rounds dq of a query block, a row per thread, eight columns at a time."""
+    fours = variant.key.head_dim // FLOATS
+    row = cute.arch.thread_idx()[0]
+    place = at.scratch_row * fours + row // edges.WARP * (edges.WARP * fours) + row % edges.WARP
+    for i in cutlass.range_constexpr(0, fours, 2):
+        values = cute.make_rmem_tensor((2 * FLOATS,), Float32)
+        values.fill(0.0)
+        if at.num_used > 0:
+            for j in cutlass.range_constexpr(2):
+                four = scratch.dq_sum[None, place + (i + j) * edges.WARP, at.head].load()
+                for column in cutlass.range_constexpr(FLOATS):
+                    values[j * FLOATS + column] = four[column] * scale
+        rounded = cute.make_rmem_tensor((2 * FLOATS,), variant.dtype)
+        primitives.narrow(values, rounded)
+        if row < at.num_written:
+            address = address_of(rows.dq[at.row + row, None, at.head, at.batch])
+            address = address + i * VECTOR_BYTES // 2
+            vector_at(variant.dtype, address, VECTOR_BYTES).store(rounded.load())
 
 
 @cute.jit

@@ -278,8 +278,18 @@ def _check_tmem(plan: Plan) -> None:
             raise PlanError(f"tmem {one.name}: columns {one.start} to {one.end} of {TMEM_COLS}")
         for other in plan.tmem:
             overlap = one is not other and one.start < other.end and other.start < one.end
-            if overlap and one.alias_of != other.name and other.alias_of != one.name:
+            declared = one.name in _hosts(plan, other) or other.name in _hosts(plan, one)
+            if overlap and not declared:
                 raise PlanError(f"tmem {one.name} and {other.name} overlap, which neither declares")
+
+
+def _hosts(plan: Plan, range_: TmemRange) -> set[str]:
+    """Names of the ranges that ``range_`` may overlap: what it overlays, and what that overlays."""
+    names: set[str] = set()
+    while range_.alias_of is not None and range_.alias_of not in names:
+        names.add(range_.alias_of)
+        range_ = plan.columns(range_.alias_of)
+    return names
 
 
 def ledger(plan: Plan) -> str:

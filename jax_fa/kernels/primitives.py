@@ -189,6 +189,20 @@ def bulk_load(source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
         )
 
 
+@cute.jit
+def bulk_add(source: cute.Pointer, target: cute.Pointer, size_bytes: cutlass.Constexpr[int]):
+    """Starts the addition of floats in shared memory to as many in global memory, atomically each.
+
+    Part of the bulk group of the elected lane. Called by a whole warp; addresses and size are
+    multiples of 16 bytes.
+    """
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[target.toint(), source.toint(), Int32(size_bytes)],
+        )
+
+
 def add_to_global(address: Int64, values: list):
     """Adds four consecutive floats to global memory, each atomically, in no order."""
     cute.arch.inline_ptx(
@@ -242,7 +256,12 @@ def _cta_group(ctas: int) -> tcgen05.CtaGroup:
 
 
 def make_umma(
-    dtype: type, columns: int, b_major: OperandMajorMode, a_in_tmem: bool, ctas: int = 1
+    dtype: type,
+    columns: int,
+    b_major: OperandMajorMode,
+    a_in_tmem: bool = False,
+    ctas: int = 1,
+    a_major: OperandMajorMode = OperandMajorMode.K,
 ) -> object:
     """A 128 x ``columns`` tcgen05 product with float32 accumulation in tensor memory.
 
@@ -256,7 +275,7 @@ def make_umma(
         (128 * ctas, columns, 16),
         _cta_group(ctas),
         source,
-        OperandMajorMode.K,
+        a_major,
         b_major,
     )
     return cute.make_tiled_mma(cute.make_mma_atom(op))

@@ -31,6 +31,11 @@ class Variant(NamedTuple):
         return self.key.mask == "general"
 
     @property
+    def dq_order(self) -> str:
+        """Order of the sums of dQ (``backward_rows``)."""
+        return "fragments"
+
+    @property
     def dq_shape(self) -> tuple[int, int]:
         """Rows and columns of dQ that one consumer computes."""
         config, head_dim = self.config, self.key.head_dim

@@ -78,10 +78,10 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
 
 def main() -> None:
     """Prints the ledger of the default bfloat16 D = 128 kernel."""
-    from jax_fa.config import choose_backward
+    from jax_fa.config import hopper_backward
 
     key = KernelKey("sm_90a", "bfloat16", 128, 128, "causal")
-    print(ledger(backward_plan(key, choose_backward(key))))  # noqa: T201
+    print(ledger(backward_plan(key, hopper_backward(key))))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,0 +1,207 @@
+"""Blackwell backward: dq, dk and dv from one more pass over all visible pairs.
+
+    prepare       delta, log2-sum-exp2 by query row; dQ sums = 0               (backward_rows.py)
+    main  load    k q(n) v dO(n) | q(n-1) dO(n-1) | q(n-2) dO(n-2) ...
+          mma     S dP(n) dV(n) | S(n-1) dK dQ(n) dP dV(n-1) | S(n-2) dK dQ(n-1) ... | dK dQ(0)
+          attend    [P(n)][dS(n)]       [P(n-1)]   [dS(n-1)]       ...              dV dK
+          add                                   [dQ(n) += ]            [dQ(n-1) += ]
+    finish        dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv             (backward_rows.py)
+
+A column of tensor memory, from left to right (D = 128):
+
+    0        64       128              256      320      384              512
+    |  S^T(t)         |  dV            |  dP^T(t)        |  dK            |
+    |P0      |P1      |                |dS0     |dS1     |                |
+                                       |  dQ(t)          |
+
+The exponentials of a query tile run beside dK and dQ of the tile before. Host entry, memory,
+dispatch of roles; the roles are in ``bwd_roles.py``, roles, edges and memory as data in
+``plan_bwd.py``. Conventions: ``jax_fa/problem.py``.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from jax_fa.band import ceil_div
+from jax_fa.config import BlackwellBackward, KernelKey
+from jax_fa.kernels import edges, host, primitives, segments, tiles
+from jax_fa.kernels.backward_rows import Scratch, dense
+from jax_fa.kernels.backward_work import Scalars, bytes_per_head, find_segment_rows
+from jax_fa.kernels.sm100 import bwd_roles as roles
+from jax_fa.kernels.sm100.bwd_work import Arrays, Context, Smem, Tma, Variant, make_layouts
+from jax_fa.kernels.sm100.plan_bwd import backward_plan
+
+
+@cute.kernel
+def kernel(
+    variant: cutlass.Constexpr,
+    tma: Tma,
+    arrays: Arrays,
+    scratch: Scratch,
+    scalars: Scalars,
+    order: tiles.Order,
+):
+    """Device entry: shared and tensor memory, pipelines, dispatch of roles."""
+    plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
+
+    @cute.struct
+    class Storage:
+        mbarriers: cute.struct.MemRange[Int64, plan.num_mbarriers]
+        scrub: cute.struct.MemRange[Int64, 1]
+        tmem: cute.struct.MemRange[Int32, 1]
+        segment_rows: cute.struct.MemRange[Int32, segments.WORDS]
+        k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
+        q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
+        dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.dout)], 1024]
+        ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.ds)], 1024]
+        dq: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(layouts.dq)], 128]
+        stats: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(layouts.stats)], 128]
+
+    storage = SmemAllocator().allocate(Storage)
+    smem = Smem(
+        k=primitives.smem_tensor(storage.k, layouts.k),
+        v=primitives.smem_tensor(storage.v, layouts.v),
+        q=primitives.smem_tensor(storage.q, layouts.q),
+        dout=primitives.smem_tensor(storage.dout, layouts.dout),
+        ds=primitives.smem_tensor(storage.ds, layouts.ds),
+        dq=storage.dq.get_tensor(layouts.dq),
+        stats=storage.stats.get_tensor(layouts.stats),
+        scrub=storage.scrub.data_ptr(),
+        segment_rows=storage.segment_rows.get_tensor(cute.make_layout(segments.WORDS)),
+    )
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp == 0:
+        for atom in tma:
+            cpasync.prefetch_descriptor(atom)
+        if const_expr(variant.is_general):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(smem.scrub, 1)
+                segments.reset(smem.segment_rows)
+
+    ends = {
+        edge.data: edges.make_edge(
+            plan, edge.data, storage.mbarriers.data_ptr() + plan.first_mbarrier(edge.data)
+        )
+        for edge in plan.edges
+    }
+    tmem_address = storage.tmem.data_ptr()
+    if warp == plan.role("add").warps.start:
+        cute.arch.alloc_tmem(edges.TMEM_COLS, tmem_address)
+        cute.arch.relinquish_tmem_alloc_permit()
+    cute.arch.mbarrier_init_fence()
+    primitives.before_thread_sync()
+    cute.arch.sync_threads()
+    primitives.after_thread_sync()
+
+    # All columns are this CTA's, so the first is number 0: known at compile time, unlike what was
+    # written to tmem_address, and no registers need be spent on sums with it.
+    tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
+    x = Context(tma, arrays, scratch, scalars, order, smem, tmem)
+    if const_expr(variant.is_general):
+        if tiles.is_present(scalars.q_segments):
+            find_segment_rows(variant, x)
+            cute.arch.sync_threads()
+    producers = {data: pair[0] for data, pair in ends.items()}
+    consumers = {data: pair[1] for data, pair in ends.items()}
+    _dispatch(variant, x, warp, tuple(producers.values()), tuple(consumers.values()))
+
+
+@cute.jit
+def _dispatch(
+    variant: cutlass.Constexpr, x: Context, warp: Int32, producers: tuple, consumers: tuple
+):
+    """Sends every warp to its role, with the registers and the ends of edges that it has."""
+    plan = variant.plan
+    k, v, q, dout, stats, s, p, dp, ds, dq, dv, dk = zip(producers, consumers, strict=True)
+    # setmaxnreg works on warpgroups: the four single warps share a value.
+    if warp < plan.role("mma").warps.start:
+        if warp < plan.role("attend").warps.start:
+            cute.arch.setmaxregister_increase(plan.role("add").registers)
+            roles.add(variant, x, dq[1])
+        else:
+            cute.arch.setmaxregister_increase(plan.role("attend").registers)
+            roles.attend(
+                variant,
+                x,
+                roles.AttendPipes(s[1], p[0], dp[1], ds[0], stats[1], dv[1], dk[1]),
+            )
+        # HAZARD: tensor memory is given back when nobody reads it any more.
+        done = plan.barrier("done")
+        cute.arch.barrier(barrier_id=done.index, number_of_threads=done.threads)
+        if warp == plan.role("add").warps.start:
+            cute.arch.dealloc_tmem(x.tmem, edges.TMEM_COLS)
+    else:
+        cute.arch.setmaxregister_decrease(plan.role("mma").registers)
+        if warp == plan.role("mma").warps.start:
+            loaded, scores = (k[1], v[1], q[1], dout[1]), (s[0], p[1], dp[0], ds[1])
+            roles.mma(variant, x, roles.MmaPipes(*loaded, *scores, dq[0], dv[0], dk[0]))
+        elif warp == plan.role("load").warps.start:
+            roles.load(variant, x, roles.LoadPipes(k[0], v[0], q[0], dout[0], stats[0]))
+
+
+def make_entry(key: KernelKey, config: BlackwellBackward):
+    """The flat host entry of one variant, and the stand-in arguments it is compiled with."""
+    return host.backward_entry(Variant(key, config, backward_plan(key, config)), launch)
+
+
+@cute.jit
+def launch(variant: cutlass.Constexpr, call: host.BackwardCall):
+    """Describes the arrays to TMA and launches the main kernel."""
+    key, config = variant.key, variant.config
+    scalars, num_sms, queries, keys = call.scalars, call.num_sms, call.queries, call.keys
+    (batch, q_len, _), (_, kv_len, num_kv_heads) = queries, keys
+    layouts = make_layouts(variant)
+    one = (None, None, 0)
+    loads = {
+        "k": (dense(call.k, keys, key.head_dim), layouts.k),
+        "v": (dense(call.v, keys, key.value_dim), layouts.v),
+        "q": (dense(call.q, queries, key.head_dim), cute.slice_(layouts.q, one)),
+        "dout": (dense(call.dout, queries, key.value_dim), cute.slice_(layouts.dout, one)),
+    }
+    made = {
+        name: primitives.tma_load(array, layout, cute.product_each(layout.outer.shape))
+        for name, (array, layout) in loads.items()
+    }
+    arrays = Arrays(
+        **{name: tensor for name, (_, tensor) in made.items()},
+        dk=dense(call.dk, keys, key.head_dim),
+        dv=dense(call.dv, keys, key.value_dim),
+    )
+    num_kv_blocks = ceil_div(kv_len, config.block_kv)
+    if const_expr(variant.is_general):
+        is_packed = tiles.is_present(scalars.keys.cu_seqlens_q).to(Int32)
+        num_kv_blocks = num_kv_blocks + is_packed * (scalars.keys.num_sequences + 1)
+    splits = scalars.splits
+    order = tiles.make_order(
+        batch * num_kv_heads * splits,
+        num_kv_heads * splits,
+        splits,
+        num_kv_blocks,
+        bytes_per_head(variant, (q_len, scalars.group, num_kv_blocks), num_sms),
+        num_sms,
+    )
+    if const_expr(variant.key.mask == "full"):
+        # In a deterministic run the key blocks of a head follow each other, a step apart. Whole
+        # heads on the CTAs of a round keep every CTA at its distance from the others.
+        if (scalars.deterministic != 0) & (num_kv_blocks < num_sms):
+            num_sms = num_sms // num_kv_blocks * num_kv_blocks
+    num_ctas = cutlass.min(num_sms, order.num_heads * num_kv_blocks)
+    if const_expr(variant.is_general):
+        num_ctas = order.num_heads * num_kv_blocks
+    kernel(
+        variant,
+        Tma(**{name: atom for name, (atom, _) in made.items()}),
+        arrays,
+        call.scratch,
+        scalars,
+        order,
+    ).launch(
+        grid=(num_ctas, 1, 1),
+        block=(variant.plan.threads, 1, 1),
+        stream=call.stream,
+        min_blocks_per_mp=1,
+    )

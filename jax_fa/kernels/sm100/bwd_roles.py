@@ -1,0 +1,727 @@
+"""Blackwell backward: its roles as data flows, load, mma, attend, add.
+
+Every role walks the same tiles and query tiles in the same order by itself. Roles, edges and
+memory: ``plan_bwd.py``.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.pipeline import PipelineConsumer, PipelineProducer
+
+from jax_fa.band import ceil_div, first_kv_block, row_range
+from jax_fa.kernels import backward_rows, edges, primitives, softmax, tiles
+from jax_fa.kernels.backward_work import Step, Work, first_step, following, tile_at, work_on
+from jax_fa.kernels.sm100.bwd_work import (
+    Context,
+    Product,
+    Variant,
+    make_products,
+    slot_of,
+)
+from jax_fa.kernels.sm100.plan_bwd import (
+    ADD_STAGES,
+    ADD_WARPS,
+    HALF,
+    ROWS,
+    dq_overlays_dp,
+)
+
+CHUNK = softmax.WORD
+"""Columns of S that a thread masks and turns into P at a time; of dQ, that it loads at a time."""
+DS_CHUNK = 16
+"""Columns of dP that a thread turns into dS at a time; twice as many spill, beside 64 of P."""
+GRADIENT_COLUMNS = 16
+"""Columns of dK or dV that a thread has in registers at a time."""
+STATS_AT_ONCE = 4
+"""Floats of a 16-byte access."""
+
+
+class LoadPipes(NamedTuple):
+    """The ends that the role load holds."""
+
+    k: PipelineProducer
+    v: PipelineProducer
+    q: PipelineProducer
+    dout: PipelineProducer
+    stats: PipelineProducer
+
+
+@cute.jit
+def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
+    """Fetches a tile's keys and values, and all that passes by them. One warp.
+
+    signals k, v, q, dout full (mma), stats full (attend)     waits   all of them empty
+    """
+    k, v, q, dout, stats = pipes
+    phase = Int32(0)
+    tile = tile_at(variant, x, Int32(0))
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        if work.num_steps > 0:
+            at = first_step(work, Int32(0))
+            slot = k.acquire_and_advance()
+            phase = _load_keys(variant, (x, x.tma.k, x.arrays.k, x.smem.k), work, slot, phase)
+            q, stats, phase = _load_queries(variant, x, work, at, (q, stats, phase))
+            slot = v.acquire_and_advance()
+            phase = _load_keys(variant, (x, x.tma.v, x.arrays.v, x.smem.v), work, slot, phase)
+            dout, phase = _load_douts(variant, x, work, at, (dout, phase))
+            for _ in cutlass.range(work.num_steps - 1, unroll=1):
+                at = following(work, at)
+                q, stats, phase = _load_queries(variant, x, work, at, (q, stats, phase))
+                dout, phase = _load_douts(variant, x, work, at, (dout, phase))
+        tile = tile_at(variant, x, tile.slot + 1)
+    # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
+    k.tail()
+    v.tail()
+    q.tail()
+    dout.tail()
+
+
+@cute.jit
+def _load_keys(variant: cutlass.Constexpr, copied: tuple, work: Work, slot, phase: Int32) -> Int32:
+    """The tile's keys, or values; ``copied`` is (x, TMA, array, smem). Returns scrub's phase."""
+    x, tma, array, smem = copied
+    rows = array[None, None, work.tile.kv_head, work.tile.batch]
+    rows = cute.domain_offset((work.kv_start, 0), rows)
+    block = work.tile.q_block
+    used = work.window.kv_len - block * ROWS
+    return _load_rows(variant, (x, tma, rows, smem), (block, used), slot, phase)
+
+
+@cute.jit
+def _load_queries(
+    variant: cutlass.Constexpr, x: Context, work: Work, at: Step, ends: tuple
+) -> tuple:
+    """Queries, and the statistics of their rows; ``ends`` are (q, stats, scrub's phase)."""
+    q, stats, phase = ends
+    slot = q.acquire_and_advance()
+    smem = x.smem.q[None, None, slot.index]
+    phase = _load_query_rows(variant, (x, x.tma.q, x.arrays.q, smem), (work, at), slot, phase)
+    slot = stats.acquire_and_advance()
+    row = work.scratch_row + at.q_block * ROWS
+    for i, array in enumerate((x.scratch.lse2, x.scratch.delta)):
+        source = cute.domain_offset((row,), array[None, at.head])
+        primitives.bulk_load(source, x.smem.stats[None, i, slot.index], slot.barrier)
+    return q, stats, phase
+
+
+@cute.jit
+def _load_douts(variant: cutlass.Constexpr, x: Context, work: Work, at: Step, ends: tuple) -> tuple:
+    """Rows of dO; ``ends`` are (dout, scrub's phase)."""
+    dout, phase = ends
+    slot = dout.acquire_and_advance()
+    smem = x.smem.dout[None, None, slot.index]
+    copied = (x, x.tma.dout, x.arrays.dout, smem)
+    phase = _load_query_rows(variant, copied, (work, at), slot, phase)
+    return dout, phase
+
+
+@cute.jit
+def _load_query_rows(
+    variant: cutlass.Constexpr, copied: tuple, where: tuple, slot, phase: Int32
+) -> Int32:
+    """128 query rows of one head; ``copied`` is (x, TMA, array, smem), ``where`` (work, step)."""
+    x, tma, array, smem = copied
+    work, at = where
+    rows = cute.domain_offset((work.q_start, 0), array[None, None, at.head, work.tile.batch])
+    used = work.window.q_len - at.q_block * ROWS
+    return _load_rows(variant, (x, tma, rows, smem), (at.q_block, used), slot, phase)
+
+
+@cute.jit
+def _load_rows(variant: cutlass.Constexpr, copied: tuple, at: tuple, slot, phase: Int32) -> Int32:
+    """128 rows; those that the sequence does not use become zero.
+
+    Their P and dS are 0, but 0 * NaN is not. Behind the array's last row TMA fills with zeros by
+    itself; what lies between goes over a barrier of its own, for the last rows of a sequence.
+
+    Args:
+        variant: the variant.
+        copied: (x, TMA, rows of the sequence, 128 rows of smem).
+        at: number of the 128 rows, and how many of them are used.
+        slot: of the edge that announces them.
+        phase: of the barrier ``scrub``.
+
+    Returns:
+        The phase of the barrier ``scrub`` then.
+    """
+    x, tma, rows, smem = copied
+    block, used = at
+    width = cute.size(smem, mode=[1])
+    tiled = cute.local_tile(rows, (ROWS, width), (None, 0))
+    target, source = primitives.tma_views(tma, smem, tiled)
+    if const_expr(not variant.is_general):
+        cute.copy(tma, source[None, block], target, tma_bar_ptr=slot.barrier)
+    else:
+        if used >= ROWS:
+            cute.copy(tma, source[None, block], target, tma_bar_ptr=slot.barrier)
+        else:
+            size_bytes = ROWS * width * variant.dtype.width // 8
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
+            cute.copy(tma, source[None, block], target, tma_bar_ptr=x.smem.scrub)
+            cute.arch.mbarrier_wait(x.smem.scrub, phase)
+            phase = phase ^ 1
+            _scrub(smem, used)
+            with cute.arch.elect_one():
+                primitives.complete_tx(slot.barrier, size_bytes)
+    return phase
+
+
+@cute.jit
+def _scrub(smem: cute.Tensor, used: Int32):
+    """Sets the rows from ``used`` on to zero. One warp."""
+    pairs = cute.recast_tensor(smem, Int32)
+    words = cute.size(pairs, mode=[1])
+    lane = cute.arch.lane_idx()
+    for row in cutlass.range(cutlass.max(used, 0), ROWS, unroll=1):
+        for i in cutlass.range_constexpr(ceil_div(words, edges.WARP)):
+            if lane + i * edges.WARP < words:
+                pairs[row, lane + i * edges.WARP] = Int32(0)
+    # HAZARD: the tensor core reads through the async proxy what these lanes wrote through the
+    # generic one, and TMA must have finished before they wrote.
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+
+
+class MmaPipes(NamedTuple):
+    """The ends that the role mma holds."""
+
+    k: PipelineConsumer
+    v: PipelineConsumer
+    q: PipelineConsumer
+    dout: PipelineConsumer
+    s: PipelineProducer
+    p: PipelineConsumer
+    dp: PipelineProducer
+    ds: PipelineConsumer
+    dq: PipelineProducer
+    dv: PipelineProducer
+    dk: PipelineProducer
+
+
+@cute.jit
+def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
+    """Issues all products: S dP dV, then (S' dK dQ dP' dV') per query tile, then dK dQ. One warp.
+
+    A query tile's exponentials run beside dK and dQ of the tile before, and its dS beside dV and
+    the next S.
+
+    waits   k, v, q, dout full (load), p, ds full, dv, dk empty (attend), dq empty (add)
+    signals s, dp, dv, dk full (attend), dq full (add), k, v, q, dout empty (load)
+    """
+    k, v, q, dout, s, p, dp, ds, dq, dv, dk = pipes
+    products = make_products(variant, x)
+    tile = tile_at(variant, x, Int32(0))
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        if work.num_steps > 0:
+            k_full = k.wait_and_advance()
+            q_full = q.wait_and_advance()
+            _multiply(products.s, q_full)
+            s.commit()
+            v_full = v.wait_and_advance()
+            dv.acquire()
+            dk.acquire()
+            dout, p, dq = _multiply_dout(variant, products, False, (dout, dp, p, dq))
+            for i in cutlass.range(work.num_steps - 1, unroll=1):
+                q_next = q.wait_and_advance()
+                _multiply(products.s, q_next)
+                s.commit()
+                ds, dq = _multiply_ds(variant, products, i > 0, q_full, (ds, dq))
+                q_full.release()
+                dout, p, dq = _multiply_dout(variant, products, True, (dout, dp, p, dq))
+                q_full = q_next
+            v_full.release()
+            dv.commit()
+            dv.advance()
+            ds, dq = _multiply_ds(variant, products, work.num_steps > 1, q_full, (ds, dq))
+            q_full.release()
+            k_full.release()
+            dk.commit()
+            dk.advance()
+        tile = tile_at(variant, x, tile.slot + 1)
+
+
+@cute.jit
+def _multiply(product: Product, b_full):
+    """Issues a product that begins a sum; ``b_full`` says which stage its B is in."""
+    b = product.b[None, None, None, b_full.index]
+    slabs = range(cute.size(product.a, mode=[2]))
+    primitives.issue_umma(product.mma, product.acc, product.a, b, False, slabs)
+
+
+@cute.jit
+def _multiply_dout(variant: cutlass.Constexpr, products: tuple, accumulate, ends: tuple) -> tuple:
+    """Issues dP and, once P is there, dV of a query tile; returns the ends of dout, p, dq."""
+    dout, dp, p, dq = ends
+    dout_full = dout.wait_and_advance()
+    if const_expr(dq_overlays_dp(variant.key)):
+        dq.acquire()
+    _multiply(products.dp, dout_full)
+    dp.commit()
+    p.wait_and_advance()
+    primitives.after_thread_sync()
+    mma, acc, a, b = products.dv
+    b = b[None, None, None, dout_full.index]
+    primitives.issue_umma(mma, acc, a, b, accumulate, range(cute.size(a, mode=[2])))
+    dout_full.release()
+    return dout, p, dq
+
+
+@cute.jit
+def _multiply_ds(
+    variant: cutlass.Constexpr, products: tuple, accumulate, q_full, ends: tuple
+) -> tuple:
+    """Issues dK and dQ of a query tile, once dS is there; returns the ends of ds, dq."""
+    ds, dq = ends
+    ds.wait_and_advance()
+    primitives.after_thread_sync()
+    mma, acc, a, b = products.dk
+    b = b[None, None, None, q_full.index]
+    primitives.issue_umma(mma, acc, a, b, accumulate, range(cute.size(a, mode=[2])))
+    if const_expr(not dq_overlays_dp(variant.key)):
+        dq.acquire()
+    mma, acc, a, b = products.dq
+    primitives.issue_umma(mma, acc, a, b, False, range(cute.size(a, mode=[2])))
+    dq.commit()
+    dq.advance()
+    return ds, dq
+
+
+class AttendPipes(NamedTuple):
+    """The ends that the role attend holds."""
+
+    s: PipelineConsumer
+    p: PipelineProducer
+    dp: PipelineConsumer
+    ds: PipelineProducer
+    stats: PipelineConsumer
+    dv: PipelineConsumer
+    dk: PipelineConsumer
+
+
+class Key(NamedTuple):
+    """What one thread knows of its key, or rather of the key and 64 queries of each tile.
+
+    Attributes:
+        row: of the tile; a lane of tensor memory.
+        first_query: 0 or 64.
+        s, dp: loads of 32 and of 16 columns at a time.
+        p, ds: stores of as many, two to a word.
+    """
+
+    row: Int32
+    first_query: Int32
+    s: primitives.TmemCopy
+    p: primitives.TmemCopy
+    dp: primitives.TmemCopy
+    ds: primitives.TmemCopy
+
+
+def _make_key(variant: Variant, x: Context) -> Key:
+    thread = cute.arch.thread_idx()[0] - variant.plan.role("attend").warps.start * edges.WARP
+    half = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
+    row, own = thread % edges.WARPGROUP, x.tmem + half * HALF
+    s, dp = (variant.plan.columns(name).start for name in ("s", "dp"))
+    p, ds = (variant.plan.columns(name) for name in ("p0", "ds0"))
+    return Key(
+        row,
+        half * HALF,
+        primitives.tmem_load(primitives.tmem_rows(own, s, HALF), CHUNK, row),
+        primitives.tmem_store(primitives.tmem_rows(own, p.start, p.cols), CHUNK // 2, row),
+        primitives.tmem_load(primitives.tmem_rows(own, dp, HALF), DS_CHUNK, row),
+        primitives.tmem_store(primitives.tmem_rows(own, ds.start, ds.cols), DS_CHUNK // 2, row),
+    )
+
+
+@cute.jit
+def attend(variant: cutlass.Constexpr, x: Context, pipes: AttendPipes):
+    """S -> P, dP -> dS of every query tile; at the end writes dK, dV. Eight warps.
+
+    A thread has one key, and 64 queries of each tile.
+
+    waits   s, dp, dv, dk full (mma), stats full (load)
+    signals p, ds full, dv, dk empty (mma), stats empty (load)
+    """
+    key = _make_key(variant, x)
+    s, dp, stats, dv, dk = pipes.s, pipes.dp, pipes.stats, pipes.dv, pipes.dk
+    tile = tile_at(variant, x, Int32(0))
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        blocks = work.blocks
+        after = (blocks.end - blocks.full_end) * work.num_heads
+        full = (blocks.full_end - blocks.full_start) * work.num_heads
+        if work.is_partial:
+            after, full = work.num_steps, Int32(0)
+        at = first_step(work, Int32(0))
+        # Loops of their own: if one loop asked each tile whether to mask it, the compiler would
+        # issue the instructions of the mask under a predicate for all of them.
+        for _ in cutlass.range(after, unroll=1):
+            s, dp, stats = _step(variant, True, x, key, (work, at), (pipes, s, dp, stats))
+            at = following(work, at)
+        for _ in cutlass.range(full, unroll=1):
+            s, dp, stats = _step(variant, False, x, key, (work, at), (pipes, s, dp, stats))
+            at = following(work, at)
+        if const_expr(variant.key.mask != "full"):
+            for _ in cutlass.range(work.num_steps - after - full, unroll=1):
+                s, dp, stats = _step(variant, True, x, key, (work, at), (pipes, s, dp, stats))
+                at = following(work, at)
+        dv = _write_gradient(variant, x, key, (work, "dv"), dv)
+        dk = _write_gradient(variant, x, key, (work, "dk"), dk)
+        tile = tile_at(variant, x, tile.slot + 1)
+
+
+@cute.jit
+def _signal(slot):
+    """One arrival for this warp, after what all its lanes did."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        slot.commit()
+
+
+@cute.jit
+def _step(
+    variant: cutlass.Constexpr,
+    is_masked: cutlass.Constexpr[bool],
+    x: Context,
+    key: Key,
+    where: tuple,
+    ends: tuple,
+) -> tuple:
+    """P and dS of a query tile; returns the advanced ends of s, dp and stats.
+
+    ``where`` is (work, step), ``ends`` (pipes, s, dp, stats).
+    """
+    work, at = where
+    pipes, s, dp, stats = ends
+    rS = key.s.whole_row()  # (64)
+    stats_full = stats.wait_and_advance()
+    s.wait_and_advance()
+    primitives.after_thread_sync()
+    cute.copy(key.s.copy, key.s.tmem, rS)
+    cute.arch.fence_view_async_tmem_load()
+    lse2 = x.smem.stats[None, 0, stats_full.index]
+    for j in cutlass.range_constexpr(HALF // CHUNK):
+        scores = rS[None, None, j]
+        if const_expr(variant.key.has_soft_cap):
+            softmax.cap(scores, x.scalars.cap_inner_log2)
+        if const_expr(is_masked):
+            _mask(variant, x, key, scores, work, (at, j * CHUNK))
+        words = _exponentiate(variant, x, key, scores, (lse2, j * CHUNK))
+        cute.copy(key.p.copy, words, key.p.tmem[None, None, j])
+    cute.arch.fence_view_async_tmem_store()
+    primitives.before_thread_sync()
+    _signal(pipes.p)
+
+    delta = x.smem.stats[None, 1, stats_full.index]
+    dp.wait_and_advance()
+    primitives.after_thread_sync()
+    factors = cute.make_tensor(rS.iterator, cute.make_layout((DS_CHUNK, HALF // DS_CHUNK)))
+    for j in cutlass.range_constexpr(HALF // DS_CHUNK):
+        rDp = key.dp.piece()  # (16)
+        cute.copy(key.dp.copy, key.dp.tmem[None, None, j], rDp)
+        cute.arch.fence_view_async_tmem_load()
+        words = _differentiate(variant, key, factors[None, j], rDp, (delta, j * DS_CHUNK))
+        cute.copy(key.ds.copy, words, key.ds.tmem[None, None, j])
+        flat = cute.make_tensor(words.iterator, cute.make_layout(cute.size(words)))
+        _put_ds(x, key, cute.recast_tensor(flat, variant.dtype), j * DS_CHUNK)
+    # HAZARD: dS in smem was written through the generic proxy, the tensor core reads through the
+    # async one; in tensor memory, stores are not complete until waited for.
+    cute.arch.fence_view_async_shared()
+    cute.arch.fence_view_async_tmem_store()
+    primitives.before_thread_sync()
+    _signal(pipes.ds)
+    stats_full.release()
+    return s, dp, stats
+
+
+def _four_stats(key: Key, stats: cute.Tensor, first: int) -> cute.Tensor:
+    """Statistics of four of this thread's queries; all lanes of a warp read the same."""
+    four = cute.make_rmem_tensor((STATS_AT_ONCE,), Float32)
+    place = key.first_query // STATS_AT_ONCE + first // STATS_AT_ONCE
+    cute.autovec_copy(cute.local_tile(stats, (STATS_AT_ONCE,), (place,)), four)
+    return four
+
+
+@cute.jit
+def _exponentiate(
+    variant: cutlass.Constexpr, x: Context, key: Key, scores: cute.Tensor, stats: tuple
+) -> cute.Tensor:
+    """P of 32 queries, in words for tensor memory; leaves in ``scores`` what dP is multiplied by.
+
+    That is P and, where scores are capped, the slope of the cap. ``stats`` is (lse2 of all queries,
+    first of the 32 queries).
+    """
+    lse2, first = stats
+    words = key.p.piece()  # (16)
+    p = cute.make_rmem_tensor((CHUNK,), Float32)
+    scale = (-x.scalars.score_log2, -x.scalars.score_log2)
+    for i in cutlass.range_constexpr(0, CHUNK, STATS_AT_ONCE):
+        four = _four_stats(key, lse2, first + i)
+        for pair in cutlass.range_constexpr(0, STATS_AT_ONCE, 2):
+            at = i + pair
+            logits = (scores[at], scores[at + 1])
+            y0, y1 = cute.arch.fma_packed_f32x2(logits, scale, (four[pair], four[pair + 1]))
+            p[at] = cute.math.exp2(-y0, fastmath=True)
+            p[at + 1] = cute.math.exp2(-y1, fastmath=True)
+    primitives.narrow(p, cute.recast_tensor(words, variant.dtype))
+    for i in cutlass.range_constexpr(CHUNK):
+        if const_expr(variant.key.has_soft_cap):
+            # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+            slope = cute.arch.fmax(1.0 - scores[i] * scores[i], 0.0)
+            scores[i] = p[i] * slope
+        else:
+            scores[i] = p[i]
+    return words
+
+
+@cute.jit
+def _differentiate(
+    variant: cutlass.Constexpr, key: Key, factors: cute.Tensor, dp: cute.Tensor, stats: tuple
+) -> cute.Tensor:
+    """Words of dS = P (dP - delta) of 16 queries; ``stats`` is (delta of all, first of the 16)."""
+    delta, first = stats
+    words = key.ds.piece()  # (8)
+    for i in cutlass.range_constexpr(0, DS_CHUNK, STATS_AT_ONCE):
+        four = _four_stats(key, delta, first + i)
+        for pair in cutlass.range_constexpr(0, STATS_AT_ONCE, 2):
+            at = i + pair
+            difference = cute.arch.sub_packed_f32x2(
+                (dp[at], dp[at + 1]), (four[pair], four[pair + 1]), rnd="rn"
+            )
+            dp[at], dp[at + 1] = cute.arch.mul_packed_f32x2(
+                difference, (factors[at], factors[at + 1])
+            )
+    primitives.narrow(dp, cute.recast_tensor(words, variant.dtype))
+    return words
+
+
+@cute.jit
+def _put_ds(x: Context, key: Key, rounded: cute.Tensor, first: cutlass.Constexpr[int]):
+    """Writes dS of 16 queries to this thread's row of shared memory, 16 bytes at a time."""
+    row = x.smem.ds[key.row, None]
+    own = key.first_query // primitives.VECTOR + first // primitives.VECTOR
+    for i in cutlass.range_constexpr(DS_CHUNK // primitives.VECTOR):
+        target = cute.local_tile(row, (primitives.VECTOR,), (own + i,))
+        cute.autovec_copy(cute.local_tile(rounded, (primitives.VECTOR,), (i,)), target)
+
+
+@cute.jit
+def _mask(
+    variant: cutlass.Constexpr,
+    x: Context,
+    key: Key,
+    scores: cute.Tensor,
+    work: Work,
+    where: tuple,
+):
+    """Hides this thread's key from those of 32 queries that may not see it.
+
+    ``where`` is (step, first of the 32 queries).
+    """
+    window = work.window
+    at, first = where
+    number = work.tile.q_block * ROWS + key.row
+    first_row = at.q_block * ROWS + key.first_query + first
+    rows = row_range(window, number, minimum=cutlass.min, maximum=cutlass.max)
+    end = rows.hi if number < window.kv_len else 0
+    bits = softmax.visible_bits(softmax.Visible(rows.lo - first_row, end - first_row), 0)
+    if const_expr(variant.is_general):
+        if tiles.is_present(x.scalars.q_segments):
+            present = cutlass.min(number, window.kv_len - 1)
+            present += work.tile.batch * x.scalars.keys.q_len + work.kv_start
+            segment = tiles.element(x.scalars.kv_segments, present)
+            # Beyond the last query nothing may be read; those are invisible anyway.
+            query = cutlass.min(first_row, window.q_len - 1)
+            ids = work.tile.batch * x.scalars.keys.kv_len + work.q_start + query
+            ids, last = x.scalars.q_segments + ids, window.q_len - 1 - query
+            bits = bits & softmax.same_segment_bits(segment, ids, last)
+    softmax.mask_by_bits(scores, bits, 0)
+
+
+@cute.jit
+def _write_gradient(
+    variant: cutlass.Constexpr,
+    x: Context,
+    key: Key,
+    what: tuple,
+    end: PipelineConsumer,
+) -> PipelineConsumer:
+    """Writes this thread's half of its key's row of dK or dV, or of a part of a group's share.
+
+    ``what`` is (work, "dk" or "dv"); returns the advanced ``end`` of that edge.
+    """
+    work, name = what
+    columns = variant.plan.columns(name)
+    own = columns.cols // 2
+    half = key.first_query // HALF
+    tGradient = primitives.tmem_rows(x.tmem + half * own, columns.start, own)
+    loads = primitives.tmem_load(tGradient, GRADIENT_COLUMNS, key.row)
+    if work.num_steps > 0:
+        end.wait()
+        primitives.after_thread_sync()
+    for j in cutlass.range_constexpr(own // GRADIENT_COLUMNS):
+        rGradient = loads.piece()  # (16)
+        if work.num_steps > 0:
+            cute.copy(loads.copy, loads.tmem[None, None, j], rGradient)
+            cute.arch.fence_view_async_tmem_load()
+        else:
+            rGradient.fill(0.0)
+        if const_expr(name == "dk"):
+            for i in cutlass.range_constexpr(GRADIENT_COLUMNS):
+                rGradient[i] = rGradient[i] * x.scalars.scale
+        _put_gradient(variant, x, key, what, (rGradient, half * own + j * GRADIENT_COLUMNS))
+    if work.num_steps > 0:
+        primitives.before_thread_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            end.release()
+        end.advance()
+    return end
+
+
+@cute.jit
+def _put_gradient(variant: cutlass.Constexpr, x: Context, key: Key, what: tuple, piece: tuple):
+    """Writes some columns of a key's row; ``piece`` is (values, first column)."""
+    work, name = what
+    values, first = piece
+    array = x.arrays.dk if const_expr(name == "dk") else x.arrays.dv
+    number = work.tile.q_block * ROWS + key.row
+    if number < work.kv_slot:
+        at = (work.kv_start + number, None, work.tile.kv_head, work.tile.batch)
+        if x.scalars.splits == 1:
+            rounded = cute.make_rmem_tensor((GRADIENT_COLUMNS,), variant.dtype)
+            primitives.narrow(values, rounded)
+            _write(backward_rows.address_of(array[at]) + first * 2, rounded)
+        else:
+            part = (work.tile.q_head % x.scalars.splits).to(Int64)
+            sums = x.scratch.dkv_sums + part * backward_rows.dkv_elements(x.arrays)
+            if const_expr(name == "dv"):
+                sums = sums + cute.size(x.arrays.dk.shape)
+            row = backward_rows.like(array, sums)[at]
+            _write(backward_rows.address_of(row) + first * 4, values)
+
+
+@cute.jit
+def _write(address: Int64, values: cute.Tensor):
+    """Stores registers to global memory, 16 bytes at a time."""
+    count = backward_rows.VECTOR_BYTES * 8 // values.element_type.width
+    for i in cutlass.range_constexpr(cute.size(values) // count):
+        place = address + i * backward_rows.VECTOR_BYTES
+        target = backward_rows.vector_at(values.element_type, place, backward_rows.VECTOR_BYTES)
+        for j in cutlass.range_constexpr(count):
+            target[j] = values[i * count + j]
+
+
+@cute.jit
+def add(variant: cutlass.Constexpr, x: Context, dq: PipelineConsumer):
+    """Adds dQ of every query tile to the sums in global memory. Four warps, 32 queries each.
+
+    waits   dq full (mma)     signals dq empty (mma)
+    """
+    tile = tile_at(variant, x, Int32(0))
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        at = first_step(work, Int32(0))
+        if x.scalars.deterministic != 0:
+            for _ in cutlass.range(work.num_steps, unroll=1):
+                dq = _add_tile(variant, True, x, (work, at), dq)
+                at = following(work, at)
+        else:
+            for _ in cutlass.range(work.num_steps, unroll=1):
+                dq = _add_tile(variant, False, x, (work, at), dq)
+                at = following(work, at)
+        tile = tile_at(variant, x, tile.slot + 1)
+    # HAZARD: the CTA may not end, and its shared memory go, before all of it has been added.
+    cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def _add_tile(
+    variant: cutlass.Constexpr,
+    deterministic: cutlass.Constexpr[bool],
+    x: Context,
+    where: tuple,
+    dq: PipelineConsumer,
+) -> PipelineConsumer:
+    """Adds this warp's 32 rows of dQ of a query tile; returns the advanced end of dq."""
+    work, at = where
+    config, head_dim = variant.config, variant.key.head_dim
+    thread, lane = cute.arch.thread_idx()[0] % edges.WARPGROUP, cute.arch.lane_idx()
+    warp = cute.arch.make_warp_uniform(thread // edges.WARP)
+    columns = variant.plan.columns("dq")
+    tDq = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
+    loads = primitives.tmem_load(tDq, CHUNK, thread)
+    rDq = loads.whole_row()  # (D)
+    full = dq.wait_and_advance()
+    primitives.after_thread_sync()
+    cute.copy(loads.copy, loads.tmem, rDq)
+    cute.arch.fence_view_async_tmem_load()
+    primitives.before_thread_sync()
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        full.release()
+    if const_expr(deterministic):
+        _await_turn(variant, x, work, at)
+    fours = config.add_columns // backward_rows.FLOATS
+    sums = slot_of(x.scratch, work.scratch_row + at.q_block * ROWS, at.head, head_dim)
+    own = warp * (edges.WARP * head_dim // backward_rows.FLOATS)
+    for j in cutlass.range_constexpr(head_dim // config.add_columns):
+        stage = j % ADD_STAGES
+        # The piece before last was in the same place; the last one may still be on its way.
+        cute.arch.cp_async_bulk_wait_group(ADD_STAGES - 1, read=True)
+        cute.arch.sync_warp()
+        sPiece = x.smem.dq[None, None, None, stage, warp]
+        for i in cutlass.range_constexpr(fours):
+            four = cute.make_rmem_tensor((backward_rows.FLOATS,), Float32)
+            for column in cutlass.range_constexpr(backward_rows.FLOATS):
+                four[column] = rDq[j * config.add_columns + i * backward_rows.FLOATS + column]
+            cute.autovec_copy(four, sPiece[None, lane, i])
+        # HAZARD: these stores went through the generic proxy, the addition reads through the async
+        # one.
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        target = sums[None, own + j * (edges.WARP * fours)].iterator
+        size_bytes = edges.WARP * config.add_columns * 4
+        primitives.bulk_add(sPiece.iterator, target, size_bytes)
+        cute.arch.cp_async_bulk_commit_group()
+    if const_expr(deterministic):
+        _pass_turn(variant, x, work, at)
+    return dq
+
+
+def _turns_of(x: Context, work: Work, at: Step) -> cute.Pointer:
+    """Counts the warps that have added to a query tile."""
+    row = work.scratch_row // ROWS + at.q_block
+    return x.scratch.turns.iterator + (at.head * cute.size(x.scratch.turns, mode=[0]) + row)
+
+
+@cute.jit
+def _await_turn(variant: cutlass.Constexpr, x: Context, work: Work, at: Step):
+    """In a deterministic run, lets key blocks add to a query tile's dQ in their order.
+
+    All tiles walk from the last query tile to the first. Under a causal mask the first key block
+    has the longest way and the first turn everywhere, so waiting hardly lengthens the whole.
+    """
+    first = first_kv_block(work.window, at.q_block, ROWS, ROWS, maximum=cutlass.max)
+    counter = _turns_of(x, work, at)
+    before = (work.tile.q_block - first) * ADD_WARPS
+    taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    while taken < before:
+        taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+
+
+@cute.jit
+def _pass_turn(variant: cutlass.Constexpr, x: Context, work: Work, at: Step):
+    """Tells the next key block that this warp has added."""
+    # HAZARD: all that was added must be there, not only on its way, before the next one's turn.
+    cute.arch.cp_async_bulk_wait_group(0)
+    cute.arch.sync_warp()
+    cute.arch.fence_acq_rel_gpu()
+    if cute.arch.lane_idx() == 0:
+        counter = _turns_of(x, work, at)
+        cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

@@ -1,0 +1,198 @@
+"""What the roles of the Blackwell backward share: bundles, operands, layouts."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from jax_fa.config import BlackwellBackward, KernelKey
+from jax_fa.kernels import edges, primitives, tiles
+from jax_fa.kernels.backward_rows import FLOATS, Scratch
+from jax_fa.kernels.backward_work import Scalars
+from jax_fa.kernels.sm100.plan_bwd import ADD_STAGES, ADD_WARPS, HALF, ROWS, STATS
+
+
+class Variant(NamedTuple):
+    """What is fixed at compile time."""
+
+    key: KernelKey
+    config: BlackwellBackward
+    plan: edges.Plan
+
+    @property
+    def is_general(self) -> bool:
+        """Everything that can hide a key may be there."""
+        return self.key.mask == "general"
+
+    @property
+    def dq_order(self) -> str:
+        """Order of the sums of dQ (``backward_rows``)."""
+        return "rows"
+
+    @property
+    def dtype(self) -> type:
+        """Element type of the arrays."""
+        return primitives.DTYPES[self.key.dtype]
+
+
+class Layouts(NamedTuple):
+    """Shared memory layouts."""
+
+    k: cute.ComposedLayout  # (128, D)
+    v: cute.ComposedLayout  # (128, Dv)
+    q: cute.ComposedLayout  # (128, D, q_stages)
+    dout: cute.ComposedLayout  # (128, Dv, dout_stages)
+    ds: cute.ComposedLayout  # (128 keys, 128 queries)
+    dq: cute.Layout  # (4, lane, columns / 4, stage, warp), as in ``Scratch.dq_sum``
+    stats: cute.Layout  # (128, {lse2, delta}, q_stages)
+
+
+def make_layouts(variant: Variant) -> Layouts:
+    """The layouts of a variant's shared memory."""
+    key, config, dtype = variant.key, variant.config, variant.dtype
+    fours = config.add_columns // FLOATS
+    return Layouts(
+        k=primitives.smem_layout(dtype, (ROWS, key.head_dim)),
+        v=primitives.smem_layout(dtype, (ROWS, key.value_dim)),
+        q=primitives.smem_layout(dtype, (ROWS, key.head_dim, config.q_stages)),
+        dout=primitives.smem_layout(dtype, (ROWS, key.value_dim, config.dout_stages)),
+        ds=primitives.smem_layout(dtype, (ROWS, ROWS)),
+        dq=cute.make_layout((FLOATS, edges.WARP, fours, ADD_STAGES, ADD_WARPS)),
+        stats=cute.make_layout((ROWS, STATS, config.q_stages)),
+    )
+
+
+class Tma(NamedTuple):
+    """TMA descriptors."""
+
+    k: cute.CopyAtom
+    v: cute.CopyAtom
+    q: cute.CopyAtom
+    dout: cute.CopyAtom
+
+
+class Arrays(NamedTuple):
+    """Global arrays; the first four as TMA sees them."""
+
+    k: cute.Tensor  # (S, D, K, B)
+    v: cute.Tensor  # (S, Dv, K, B)
+    q: cute.Tensor  # (T, D, N, B)
+    dout: cute.Tensor  # (T, Dv, N, B)
+    dk: cute.Tensor  # (S, D, K, B)
+    dv: cute.Tensor  # (S, Dv, K, B)
+
+
+class Smem(NamedTuple):
+    """Shared memory, as in ``Layouts``."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    dout: cute.Tensor
+    ds: cute.Tensor
+    dq: cute.Tensor
+    stats: cute.Tensor
+    scrub: cute.Pointer  # one mbarrier
+    segment_rows: cute.Tensor  # (2,) first query, and last + 1, of the tile's segments
+
+
+class Context(NamedTuple):
+    """What all roles work with."""
+
+    tma: Tma
+    arrays: Arrays
+    scratch: Scratch
+    scalars: Scalars
+    order: tiles.Order
+    smem: Smem
+    tmem: cute.Pointer
+
+
+class Product(NamedTuple):
+    """A matrix product: its instruction, accumulator and operands, the last mode being K."""
+
+    mma: cute.TiledMma
+    acc: cute.Tensor
+    a: cute.Tensor
+    b: cute.Tensor
+
+
+class Products(NamedTuple):
+    """All five. ``b`` of the products with queries or dO has one more mode, of stages."""
+
+    s: Product  # (keys, queries) = k q^T
+    dp: Product  # (keys, queries) = v dO^T
+    dv: Product  # (keys, Dv) += P^T dO, A in tensor memory
+    dk: Product  # (keys, D) += dS^T q, A in tensor memory
+    dq: Product  # (queries, D) = dS k
+
+
+def make_products(variant: Variant, x: Context) -> Products:
+    """The products of a variant, with their memory."""
+    key, dtype, smem = variant.key, variant.dtype, x.smem
+    k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+    scores = primitives.make_umma(dtype, ROWS, k_major)
+    dv = primitives.make_umma(dtype, key.value_dim, mn_major, a_in_tmem=True)
+    dk = primitives.make_umma(dtype, key.head_dim, mn_major, a_in_tmem=True)
+    dq = primitives.make_umma(dtype, key.head_dim, mn_major, a_major=mn_major)
+
+    def accumulator(mma: cute.TiledMma, name: str, columns: int) -> cute.Tensor:
+        layout = mma.make_fragment_C(mma.partition_shape_C((ROWS, columns))).layout
+        return cute.make_tensor(x.tmem + variant.plan.columns(name).start, layout)
+
+    def a_in_smem(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
+        return mma.make_fragment_A(mma.get_slice(0).partition_A(tile))
+
+    def b_in_smem(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
+        return mma.make_fragment_B(mma.get_slice(0).partition_B(tile))
+
+    q_rows, dout_rows = primitives.transposed(smem.q), primitives.transposed(smem.dout)
+    ds_rows, k_rows = primitives.transposed(smem.ds), primitives.transposed(smem.k)
+    return Products(
+        Product(
+            scores,
+            accumulator(scores, "s", ROWS),
+            a_in_smem(scores, smem.k),
+            b_in_smem(scores, smem.q),
+        ),
+        Product(
+            scores,
+            accumulator(scores, "dp", ROWS),
+            a_in_smem(scores, smem.v),
+            b_in_smem(scores, smem.dout),
+        ),
+        Product(
+            dv,
+            accumulator(dv, "dv", key.value_dim),
+            _halves(variant, x, dv, "p0"),
+            b_in_smem(dv, dout_rows),
+        ),
+        Product(
+            dk,
+            accumulator(dk, "dk", key.head_dim),
+            _halves(variant, x, dk, "ds0"),
+            b_in_smem(dk, q_rows),
+        ),
+        Product(
+            dq, accumulator(dq, "dq", key.head_dim), a_in_smem(dq, ds_rows), b_in_smem(dq, k_rows)
+        ),
+    )
+
+
+def _halves(variant: Variant, x: Context, mma: cute.TiledMma, first: str) -> cute.Tensor:
+    """P or dS as A operand: two halves, each as far from the other as their S or dP is."""
+    half = mma.make_fragment_A(mma.partition_shape_A((ROWS, HALF))).layout
+    *modes, slabs = half.shape
+    *strides, slab = half.stride
+    gap = HALF * 32 // variant.dtype.width
+    layout = cute.make_layout((*modes, (slabs, 2)), stride=(*strides, (slab, gap)))
+    start = x.tmem + variant.plan.columns(first).start
+    return cute.make_tensor(cute.recast_ptr(start, dtype=variant.dtype), layout)
+
+
+def slot_of(scratch: Scratch, row: Int32, head: Int32, head_dim: int) -> cute.Tensor:
+    """(4, 128 * D / 4) sums of dQ of the 128 query rows from ``row`` of ``Scratch`` on."""
+    fours = head_dim // FLOATS
+    sums = cute.domain_offset((0, row * fours), scratch.dq_sum[None, None, head])
+    return cute.make_tensor(sums.iterator, cute.make_layout((FLOATS, ROWS * fours)))

@@ -1,0 +1,201 @@
+"""Blackwell backward: who does what, over which data, in which memory. Read this first.
+
+A CTA owns 128 keys and lets query tiles of 128 rows pass by, those of every head that shares the
+keys. Scores are computed transposed, keys by queries: lane r of tensor memory holds key r, so P and
+dS lie there as dV += P^T dO and dK += dS^T Q want their A operand, and neither leaves tensor memory
+for them. Only dQ = dS K, which sums over keys, wants dS in shared memory. Sixteen warps, one CTA
+per SM: one warpgroup takes dQ away, two turn S into P and dP into dS, single warps multiply and
+load (kernel design after FlashAttention-4, arXiv:2603.05451).
+
+# Note [Halves]
+Of each query tile, the first warpgroup of the role attend works on queries 0 to 63, the second on
+64 to 127. P and dS take half the columns of the S and dP that they come from, and each half of them
+lies over its own half of those: columns 0-31 and 64-95. So a thread overwrites only what it alone
+reads, and has read, and the warpgroups never wait for each other. The A operand then has a gap
+after its first four slabs, which costs nothing: each tcgen05.mma takes one slab and its address.
+
+# Note [P overwrites S]
+S of the next tile, which overwrites P, is issued after dV, which reads P, by the same warp to a
+tensor core that works in order. And S is issued only after p was waited for, which says that all of
+the last S has been read. Hence the edges s and p need no "empty" barrier; nor do dp and ds, by the
+same argument with dK in place of dV.
+
+# Note [dS in shared memory]
+One buffer is enough: dP of a tile is issued after dQ of the tile before, so whoever has waited for
+dp knows that dQ has retired, and with it the last reader of dS.
+
+# Note [dQ overwrites dP]
+From D = 128 on, all four accumulators and dQ do not fit 512 columns, and dQ takes the place of dP
+and dS. dK, which reads dS, is issued before. The next dP is issued once dQ is in registers: the
+role add has room for all of its row, and hands the columns back before it writes a word to shared
+memory. With smaller heads dQ has columns of its own, and only the next dQ waits.
+"""
+
+from __future__ import annotations
+
+from jax_fa.config import BlackwellBackward, KernelKey
+from jax_fa.kernels.edges import (
+    TMEM_COLS,
+    WARP,
+    Buffer,
+    Edge,
+    NamedBarrier,
+    Plan,
+    Role,
+    TmemRange,
+    check,
+    ledger,
+)
+from jax_fa.kernels.sm100.plan import (
+    ELEMENT_BYTES,
+    FLOAT_BYTES,
+    ROWS,
+    SMEM_CAPACITY_BYTES,
+)
+
+HALF = ROWS // 2
+"""Queries of a tile that one warpgroup of the role attend works on: Note [Halves]."""
+STATS = 2
+"""Floats by query row: log2-sum-exp2 and delta."""
+ADD_STAGES = 2
+"""Pieces of dQ in shared memory, by warp."""
+ADD_WARPS = 4
+WORDS_BYTES = 24
+"""One more mbarrier, the address of tensor memory, two rows."""
+SMEM_LINE_BYTES = 128
+"""Bytes of shared memory that an SM moves per cycle."""
+MMA_FLOPS = 8192
+"""Floating-point operations of 16-bit products per cycle and SM."""
+
+
+def dq_overlays_dp(key: KernelKey) -> bool:
+    """True where dQ has no columns of its own: Note [dQ overwrites dP]."""
+    return 2 * ROWS + 2 * key.head_dim + key.value_dim > TMEM_COLS
+
+
+def backward_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
+    """The checked plan of the backward kernel for ``key`` under ``config``."""
+    k_bytes = ROWS * key.head_dim * ELEMENT_BYTES
+    v_bytes = ROWS * key.value_dim * ELEMENT_BYTES
+    stats_bytes = ROWS * STATS * FLOAT_BYTES
+    add_bytes = ROWS * config.add_columns * FLOAT_BYTES
+    others = config.other_registers
+    plan = Plan(
+        roles=(
+            Role("add", range(0, 4), config.add_registers),
+            Role("attend", range(4, 12), config.attend_registers),
+            Role("mma", range(12, 13), others),
+            Role("load", range(13, 14), others),
+            Role("idle", range(14, 16), others),
+        ),
+        edges=(
+            *_loaded_edges(config, k_bytes, v_bytes, stats_bytes),
+            *_score_edges(),
+            Edge("dq", "mma", "add", 1, 0, "dQ in TMEM", "dQ in registers", "umma"),
+            Edge("dv", "mma", "attend", 1, 0, "all dV of a tile retired", "read", "umma"),
+            Edge("dk", "mma", "attend", 1, 0, "all dK of a tile retired", "read", "umma"),
+        ),
+        buffers=(
+            Buffer("k", k_bytes),
+            Buffer("v", v_bytes),
+            Buffer("q", config.q_stages * k_bytes),
+            Buffer("dout", config.dout_stages * v_bytes),
+            Buffer("ds", ROWS * ROWS * ELEMENT_BYTES),
+            Buffer("dq", ADD_STAGES * add_bytes),
+            Buffer("stats", config.q_stages * stats_bytes),
+            Buffer("words", WORDS_BYTES),
+        ),
+        barriers=(
+            NamedBarrier("done", 1, 12 * WARP, "all that is read of tensor memory has been"),
+        ),
+        smem_capacity_bytes=SMEM_CAPACITY_BYTES,
+        tmem=_tmem(key),
+    )
+    check(plan)
+    return plan
+
+
+def _loaded_edges(
+    config: BlackwellBackward, k_bytes: int, v_bytes: int, stats_bytes: int
+) -> tuple[Edge, ...]:
+    """What TMA brings: the operands of the products, and the statistics of query rows."""
+    q_stages, dout_stages = config.q_stages, config.dout_stages
+    return (
+        Edge("k", "load", "mma", 1, k_bytes, "keys in smem", "last dQ retired", "tma_umma"),
+        Edge("v", "load", "mma", 1, v_bytes, "values in smem", "last dP retired", "tma_umma"),
+        Edge("q", "load", "mma", q_stages, k_bytes, "queries in smem", "dK retired", "tma_umma"),
+        Edge("dout", "load", "mma", dout_stages, v_bytes, "dO in smem", "dV retired", "tma_umma"),
+        Edge("stats", "load", "attend", q_stages, stats_bytes, "lse2, delta in smem", "read"),
+    )
+
+
+def _score_edges() -> tuple[Edge, ...]:
+    """Between tensor core and threads, once per query tile."""
+    return (
+        Edge("s", "mma", "attend", 1, 0, "S in TMEM", "", "umma"),
+        Edge("p", "attend", "mma", 1, 0, "P in TMEM, all of S read", "", "threads"),
+        Edge("dp", "mma", "attend", 1, 0, "dP in TMEM; the last dQ retired", "", "umma"),
+        Edge("ds", "attend", "mma", 1, 0, "dS in TMEM and smem, all of dP read", "", "threads"),
+    )
+
+
+def _tmem(key: KernelKey) -> tuple[TmemRange, ...]:
+    """S dV dP dK, dQ where there is room, and halves of P and dS over those of S and dP."""
+    d, dv = key.head_dim, key.value_dim
+    dp = ROWS + dv
+    dk = dp + ROWS
+    words = HALF * ELEMENT_BYTES // FLOAT_BYTES
+    dq, ds_over = TmemRange("dq", dk + d, d), "dp"
+    if dq_overlays_dp(key):
+        dq, ds_over = TmemRange("dq", dp, d, "dp", "Note [dQ overwrites dP]"), "dq"
+    return (
+        TmemRange("s", 0, ROWS),
+        TmemRange("dv", ROWS, dv),
+        TmemRange("dp", dp, ROWS),
+        TmemRange("dk", dk, d),
+        dq,
+        TmemRange("p0", 0, words, "s", "Note [P overwrites S]"),
+        TmemRange("p1", HALF, words, "s", "Note [P overwrites S]"),
+        TmemRange("ds0", dp, words, ds_over, "Note [P overwrites S]"),
+        TmemRange("ds1", dp + HALF, words, ds_over, "Note [P overwrites S]"),
+    )
+
+
+def smem_cycles(key: KernelKey) -> dict[str, int]:
+    """Cycles of shared memory per 128 x 128 tile, at 128 bytes each, by what they are for.
+
+    An operand of a product in shared memory is read once per product, a product with A in tensor
+    memory reads B alone.
+    """
+    tile = ROWS * ELEMENT_BYTES
+    d, dv, line = key.head_dim, key.value_dim, SMEM_LINE_BYTES
+    return {
+        "S reads k, q": 2 * tile * d // line,
+        "dP reads v, dO": 2 * tile * dv // line,
+        "dV reads dO": tile * dv // line,
+        "dK reads q": tile * d // line,
+        "dQ reads dS, k": (tile * ROWS + tile * d) // line,
+        "dS is written": tile * ROWS // line,
+        "dQ is written": ROWS * d * FLOAT_BYTES // line,
+        "dQ is read": ROWS * d * FLOAT_BYTES // line,
+    }
+
+
+def mma_cycles(key: KernelKey) -> int:
+    """Cycles of the tensor core per 128 x 128 tile, at 8192 flops each."""
+    return 2 * ROWS * ROWS * (3 * key.head_dim + 2 * key.value_dim) // MMA_FLOPS
+
+
+def main() -> None:
+    """Prints the ledger of the default bfloat16 D = 128 kernel, and what bounds it."""
+    from jax_fa.config import blackwell_backward
+
+    key = KernelKey("sm_100f", "bfloat16", 128, 128, "causal")
+    cycles = smem_cycles(key)
+    lines = [f"{count:6d}  {what}" for what, count in cycles.items()]
+    lines.append(f"{sum(cycles.values()):6d}  of smem, {mma_cycles(key)} of MMA per 128 x 128 tile")
+    print("\n".join([ledger(backward_plan(key, blackwell_backward(key))), *lines]))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
