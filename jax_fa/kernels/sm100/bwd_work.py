@@ -94,7 +94,7 @@ class Smem(NamedTuple):
     dq: cute.Tensor
     stats: cute.Tensor
     scrub: cute.Pointer  # one mbarrier
-    segment_rows: cute.Tensor  # (2,) first query, and last + 1, of the tile's segments
+    segment_rows: cute.Tensor  # (3,) kernels/segments.py
 
 
 class Context(NamedTuple):
