@@ -46,7 +46,7 @@ def test_names_of_the_glossary_are_those_of_the_plan():
             for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
     names = {edge.data for edge in made.edges} | {role.name for role in made.roles}
     names |= {tmem.name for tmem in made.tmem} | {"stats", "shrink", "ctas", "polynomials"}
-    names |= {"block_q", "block_kv", "ROWS", "Q_TILES", "HANDED_OVER_FIRST", "RESCALE_LOG2"}
+    names |= {"block_q", "block_kv", "ROWS", "q_tiles", "HANDED_OVER_FIRST", "RESCALE_LOG2"}
     assert here <= names, here - names
 
 
