@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax_fa.config import BlackwellForward, HopperBackward, HopperForward, KernelKey
+from jax_fa.kernels.sm100.plan import ROWS, tiling
 
 BANKS = 32
 BANK_BYTES = 4
@@ -149,14 +150,12 @@ def _tile(rows: int, columns: int, panel: int | None = None) -> Tile:
 
 def blackwell_forward(key: KernelKey, config: BlackwellForward) -> tuple[Access, ...]:
     """What the Blackwell forward does: ``sm100/fwd.py``."""
-    ctas = getattr(config, "ctas", 1)  # each with some rows of k, and some columns of v
-    keys = _tile(config.block_kv // ctas, key.head_dim)
-    values = _tile(config.block_kv, key.value_dim // ctas)
-    out = _tile(128, key.value_dim)
+    cut = tiling(key, config)
+    q, out = _tile(ROWS, key.head_dim), _tile(ROWS, cut.out_columns)
     return (
-        *_by_units("q", _tile(128, key.head_dim), "tcgen05.mma"),
-        *_by_units("k", keys, "tcgen05.mma"),
-        *_by_units("v", values, "tcgen05.mma"),
+        *_by_units("q", q, "tcgen05.mma"),
+        *_by_units("k", _tile(config.block_kv // config.ctas, cut.kv_columns), "tcgen05.mma"),
+        *_by_units("v", _tile(cut.kv_rows, key.value_dim // config.ctas), "tcgen05.mma"),
         Access("correct, out", "st.shared.v4", 16, out, _row_of_lane),
         *_by_units("out", out, ""),
         Access("softmax and correct, stats", "st/ld.shared.b32", 4, None, _row_of_lane),
