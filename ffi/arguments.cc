@@ -62,6 +62,17 @@ class Reader {
   void* NextScratch() {
     return reading_results_ && next_ < rets_.size() ? Take()->untyped_data() : nullptr;
   }
+  // The next result if there is one: float32 parts of `shape` each, as many as its first extent
+  // says. Null if there are none.
+  void* NextParts(const char* name, const Shape& shape, int64_t* num_parts) {
+    if (next_ >= rets_.size()) return nullptr;
+    std::optional<ffi::AnyBuffer> buffer = Take();
+    if (!buffer.has_value() || buffer->element_count() == 0) return nullptr;
+    *num_parts = buffer->dimensions()[0];
+    Shape whole{*num_parts};
+    whole.insert(whole.end(), shape.begin(), shape.end());
+    return Checked(buffer, name, ffi::DataType::F32, whole);
+  }
   void ReadResults() {
     reading_results_ = true;
     next_ = 0;
@@ -211,6 +222,13 @@ ffi::ErrorOr<FwdParams> ForwardParams(const ffi::RemainingArgs& args,
   reader.ReadResults();
   params.out = reader.Next("out", layout.dtype, layout.out);
   params.lse = static_cast<float*>(reader.Next("lse", ffi::DataType::F32, layout.lse));
+  int64_t num_out_parts = 0;
+  FwdScratch& scratch = params.scratch;
+  scratch.out_parts = reader.NextParts("out_parts", layout.out, &num_out_parts);
+  scratch.lse_parts = reader.NextParts("lse_parts", layout.lse, &scratch.num_splits);
+  if (num_out_parts != scratch.num_splits) {
+    reader.Complain("out_parts and lse_parts should have the same number of parts");
+  }
   if (!reader.ok()) return ffi::Unexpected(reader.error());
   return params;
 }

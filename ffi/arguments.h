@@ -5,8 +5,8 @@
 // Operands of both operations, in order; an absent one is an array of zero elements:
 //   q k v  q_lengths kv_lengths  cu_seqlens_q cu_seqlens_k  q_segments kv_segments  q_offset sinks
 // forward returns  out lse;  backward takes in addition  out lse dout dlse  and returns  dq dk dv
-// dsinks, and on CUDA its scratch,  dq_sum row_stats dkv_sums turns,  whose shapes
-// jax_fa/kernels/abi.py knows.
+// dsinks.  On CUDA scratch follows, whose shapes jax_fa/kernels/abi.py knows:  out_parts lse_parts
+// of a forward whose keys are split;  dq_sum row_stats dkv_sums turns  of a backward.
 #ifndef JAX_FA_ARGUMENTS_H_
 #define JAX_FA_ARGUMENTS_H_
 

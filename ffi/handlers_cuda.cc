@@ -70,16 +70,18 @@ ffi::Error CheckProblem(const Problem& p) {
   return ffi::Error::Success();
 }
 
-// The arrays that TMA descriptors point at.
-std::vector<const void*> TmaArrays(const FwdParams& p) { return {p.q, p.k, p.v, p.out}; }
+// The arrays that TMA descriptors point at, or that are accessed 16 bytes at a time.
+std::vector<const void*> AlignedArrays(const FwdParams& p) {
+  return {p.q, p.k, p.v, p.out, p.scratch.out_parts};
+}
 
-std::vector<const void*> TmaArrays(const BwdParams& p) {
+std::vector<const void*> AlignedArrays(const BwdParams& p) {
   return {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv};
 }
 
 template <typename Params>
 ffi::Error CheckAlignment(const Params& params) {
-  for (const void* array : TmaArrays(params)) {
+  for (const void* array : AlignedArrays(params)) {
     if (reinterpret_cast<uintptr_t>(array) % kAlignment != 0) {
       return Unimplemented("an array starts at an address that is no multiple of " +
                            std::to_string(kAlignment) + " bytes");

@@ -9,14 +9,15 @@ namespace {
 
 auto Tie(const VariantKey& key) {
   return std::tie(key.operation, key.arch, key.dtype, key.head_dim, key.value_dim, key.mask,
-                  key.has_soft_cap);
+                  key.has_soft_cap, key.is_split);
 }
 
 // How far two keys are apart: what cannot be changed weighs most, what padding or a cast can, less.
 int32_t Distance(const VariantKey& a, const VariantKey& b) {
   return 100 * (a.operation != b.operation) + 100 * (a.arch != b.arch) +
          10 * (a.head_dim != b.head_dim || a.value_dim != b.value_dim) + 5 * (a.dtype != b.dtype) +
-         2 * (a.has_soft_cap != b.has_soft_cap) + (a.mask != b.mask);
+         2 * (a.has_soft_cap != b.has_soft_cap) + 2 * (a.is_split != b.is_split) +
+         (a.mask != b.mask);
 }
 
 const char* Name(DType dtype) {
@@ -43,15 +44,16 @@ const char* Name(MaskClass mask) {
   return "unknown";
 }
 
-VariantKey MakeKey(Operation operation, const Problem& problem, const Extras& extras,
-                   int32_t arch) {
+VariantKey MakeKey(Operation operation, const Problem& problem, const Extras& extras, int32_t arch,
+                   bool is_split) {
   return {operation,
           arch,
           problem.dtype,
           problem.head_dim,
           problem.value_dim,
-          MaskClassOf(problem, extras),
-          problem.soft_cap != 0.0f};
+          is_split ? MaskClass::kGeneral : MaskClassOf(problem, extras),
+          problem.soft_cap != 0.0f,
+          is_split};
 }
 
 }  // namespace
@@ -76,11 +78,12 @@ int32_t ArchOf(int32_t capability) {
 }
 
 VariantKey KeyOf(const FwdParams& params, int32_t arch) {
-  return MakeKey(Operation::kForward, params.problem, params.extras, arch);
+  return MakeKey(Operation::kForward, params.problem, params.extras, arch,
+                 params.scratch.num_splits > 1);
 }
 
 VariantKey KeyOf(const BwdParams& params, int32_t arch) {
-  return MakeKey(Operation::kBackward, params.problem, params.extras, arch);
+  return MakeKey(Operation::kBackward, params.problem, params.extras, arch, false);
 }
 
 const Variant* FindVariant(const VariantKey& key) {
@@ -93,12 +96,12 @@ const Variant* FindVariant(const VariantKey& key) {
 
 std::string Refusal(const VariantKey& key) {
   const Table& table = KernelTable();
-  std::string text = std::string("no compiled ") +
-                     (key.operation == Operation::kForward ? "forward" : "backward") +
-                     " kernel for sm" + std::to_string(key.arch) + ", " + Name(key.dtype) +
-                     ", D = " + std::to_string(key.head_dim) +
-                     ", Dv = " + std::to_string(key.value_dim) + ", " + Name(key.mask) + " mask" +
-                     (key.has_soft_cap ? ", soft cap" : "") + ". ";
+  std::string text =
+      std::string("no compiled ") +
+      (key.operation == Operation::kForward ? "forward" : "backward") + " kernel for sm" +
+      std::to_string(key.arch) + ", " + Name(key.dtype) + ", D = " + std::to_string(key.head_dim) +
+      ", Dv = " + std::to_string(key.value_dim) + ", " + Name(key.mask) + " mask" +
+      (key.has_soft_cap ? ", soft cap" : "") + (key.is_split ? ", split keys" : "") + ". ";
   if (table.num_variants == 0) return text + "This build holds no GPU kernels.";
   std::vector<const Variant*> nearest;
   for (int32_t i = 0; i < table.num_variants; ++i) nearest.push_back(&table.variants[i]);

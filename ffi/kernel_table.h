@@ -24,6 +24,7 @@ struct VariantKey {
   int64_t value_dim;
   MaskClass mask;
   bool has_soft_cap;
+  bool is_split;  // of forwards: several CTAs share the keys of a query tile
 };
 
 struct Variant {

@@ -19,8 +19,8 @@ void Check(bool ok, const char* what) {
 Object Named(const char* name) { return {name, nullptr, nullptr, nullptr, nullptr, 0}; }
 
 constexpr VariantKey Key(int64_t dim, MaskClass mask, bool has_soft_cap = false,
-                         DType dtype = DType::kBF16) {
-  return {Operation::kForward, 90, dtype, dim, dim, mask, has_soft_cap};
+                         DType dtype = DType::kBF16, bool is_split = false) {
+  return {Operation::kForward, 90, dtype, dim, dim, mask, has_soft_cap, is_split};
 }
 
 const Variant variants[] = {
@@ -29,13 +29,14 @@ const Variant variants[] = {
     {Key(128, MaskClass::kCausal), Named("d128_causal")},
     {Key(128, MaskClass::kGeneral), Named("d128_general")},
     {Key(128, MaskClass::kGeneral, true), Named("d128_general_cap")},
+    {Key(128, MaskClass::kGeneral, false, DType::kBF16, true), Named("d128_general_split")},
 };
 constexpr Capability capabilities[] = {{90, 90}, {100, 100}, {103, 100}};
 
 }  // namespace
 
 const Table& KernelTable() {
-  static const Table table{variants, 5, capabilities, 3};
+  static const Table table{variants, 6, capabilities, 3};
   return table;
 }
 
@@ -94,6 +95,12 @@ void KeyOfACallFindsItsVariant() {
   params.problem = Unmasked();
   const Variant* full = FindVariant(KeyOf(params, 90));
   Check(full != nullptr && std::string(full->object.name) == "d128_full", "no mask");
+  params.scratch.num_splits = 1;
+  Check(FindVariant(KeyOf(params, 90)) == full, "one part");
+  params.scratch.num_splits = 2;
+  const Variant* split = FindVariant(KeyOf(params, 90));
+  Check(split != nullptr && std::string(split->object.name) == "d128_general_split", "split keys");
+  params.scratch = {};
   Check(FindVariant(KeyOf(params, 100)) == nullptr, "another architecture");
   BwdParams backward{};
   backward.problem = Unmasked();
@@ -108,7 +115,7 @@ void CapabilityDecidesTheArchitecture() {
 void RefusalNamesTheNearest() {
   const std::string dims = Refusal(Key(80, MaskClass::kFull));
   Check(dims.find("sm90, bfloat16, D = 80, Dv = 80, full mask. ") != std::string::npos, "the key");
-  Check(dims.find("Nearest of 5 compiled: d64_full d128_full d128_causal.") != std::string::npos,
+  Check(dims.find("Nearest of 6 compiled: d64_full d128_full d128_causal.") != std::string::npos,
         "same mask first");
   const std::string dtype = Refusal(Key(128, MaskClass::kCausal, false, DType::kF32));
   Check(dtype.find("compiled: d128_causal ") != std::string::npos, "same shape before same dtype");

@@ -43,6 +43,14 @@ struct Extras {
   const float* sinks;           // [M, N] one extra logit per head in the denominator
 };
 
+// Memory of a forward whose keys are split, uninitialised; all zero if they are not, as on the CPU.
+// jax_fa/kernels/abi.py: FORWARD_SCRATCH.
+struct FwdScratch {
+  void* out_parts;  // float32 [num_splits, B, T, N, Dv]
+  void* lse_parts;  // float32 [num_splits, B, T, N]
+  int64_t num_splits;
+};
+
 struct FwdParams {
   Problem problem;
   Extras extras;
@@ -51,6 +59,7 @@ struct FwdParams {
   const void* v;  // [B, S, K, Dv]
   void* out;      // [B, T, N, Dv]
   float* lse;     // [B, T, N] natural log
+  FwdScratch scratch;
 };
 
 // Memory of a backward that nobody reads afterwards, uninitialised: sizes and meaning are those of

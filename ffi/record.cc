@@ -90,6 +90,14 @@ Params ReadInputs(Fields& fields) {
   return params;
 }
 
+FwdParams ReadForward(Fields& fields) {
+  FwdParams params = ReadInputs<FwdParams>(fields);
+  fields.Address("out_parts", &params.scratch.out_parts);
+  fields.Address("lse_parts", &params.scratch.lse_parts);
+  params.scratch.num_splits = fields.Number<int64_t>("num_splits");
+  return params;
+}
+
 BwdParams ReadBackward(Fields& fields) {
   BwdParams params = ReadInputs<BwdParams>(fields);
   fields.Address("dout", &params.dout);
@@ -158,7 +166,7 @@ nb::dict Record(const std::string& operation, int32_t capability, const nb::dict
   const Device device{capability, num_sms};
   Fields fields(call);
   if (operation == "fwd") {
-    const auto params = ReadInputs<FwdParams>(fields);
+    const FwdParams params = ReadForward(fields);
     fields.CheckAllRead();
     return RecordCall(params, device);
   }

@@ -114,6 +114,7 @@ def _variants(rows: Sequence[Row]) -> str:
             key.value_dim,
             _MASKS[key.mask],
             str(key.has_soft_cap).lower(),
+            str(key.is_split).lower(),
         )
         lines.append(f"    {{{{{', '.join(map(str, fields))}}},")
         functions = ", ".join(_object_functions(row))
@@ -162,8 +163,8 @@ def _value(param: abi.Param) -> str:
         return "device.num_sms"
     if param in abi.EXTRAS:
         return f"params.extras.{param.name}"
-    if param in abi.SCRATCH:
-        return f"params.scratch.{param.name}"
+    is_scratch = param in (*abi.FORWARD_SCRATCH, *abi.SCRATCH)
     if param.kind == "pointer":
-        return f"params.{param.name}"
-    return f"static_cast<{_C_TYPES[param.kind]}>(params.problem.{param.name})"
+        return f"params.scratch.{param.name}" if is_scratch else f"params.{param.name}"
+    home = "scratch" if is_scratch else "problem"
+    return f"static_cast<{_C_TYPES[param.kind]}>(params.{home}.{param.name})"

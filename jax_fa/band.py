@@ -183,6 +183,27 @@ def q_blocks(
     return Blocks(start, full_start, full_end, end)
 
 
+def part_of(
+    blocks: Blocks,
+    part: Any,
+    num_parts: Any,
+    *,
+    minimum: Callable[..., Any] = min,
+    maximum: Callable[..., Any] = max,
+) -> Blocks:
+    """Part number ``part`` of key blocks that are worked on in ``num_parts`` parts.
+
+    Parts are consecutive and of one size, but for the last ones, which may be smaller or empty. An
+    empty one lies behind the last block.
+    """
+    size = ceil_div(blocks.end - blocks.start, num_parts)
+    start = minimum(blocks.start + part * size, blocks.end)
+    end = minimum(start + size, blocks.end)
+    full_start = minimum(maximum(blocks.full_start, start), end)
+    full_end = minimum(maximum(blocks.full_end, full_start), end)
+    return Blocks(start, full_start, full_end, end)
+
+
 def row_range(
     window: Window,
     key: Any,

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from jax_fa import _jax_fa
-from jax_fa.choice import Emulation, Forced, Target
+from jax_fa.choice import Emulation, Forced, Target, kv_splits
 from jax_fa.kernels import abi
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
 from jax_fa.variants import ARCHS, Operation
@@ -104,16 +104,25 @@ def _attributes(semantics: Semantics) -> dict[str, Any]:
     }
 
 
-def forward(operands: Operands, semantics: Semantics) -> tuple[Array, Array]:
-    """Calls the platform's forward kernel: out [B, T, N, Dv], lse float32 [B, T, N]."""
+def _scratch(shapes: dict[str, tuple[tuple[int, ...], str]]) -> list[jax.ShapeDtypeStruct]:
+    """Further results of a call, which a GPU kernel uses as memory."""
+    return [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in shapes.values()]
+
+
+def forward(platform: str, operands: Operands, semantics: Semantics) -> tuple[Array, Array]:
+    """Calls the forward kernel of ``platform``: out [B, T, N, Dv], lse float32 [B, T, N]."""
     batch, q_len, heads, _ = operands.q.shape
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    if platform == "cuda":
+        problem = Problem.of(operands, semantics)
+        shapes = abi.forward_scratch_shapes(problem, kv_splits(problem, target(platform)))
     results = (
         jax.ShapeDtypeStruct((batch, q_len, heads, operands.v.shape[-1]), operands.q.dtype),
         jax.ShapeDtypeStruct((batch, q_len, heads), np.float32),
+        *_scratch(shapes),
     )
-    out, lse = jax.ffi.ffi_call(FORWARD_TARGET, results)(
-        *_inputs(operands), **_attributes(semantics)
-    )
+    call = jax.ffi.ffi_call(FORWARD_TARGET, results)
+    out, lse, *_ = call(*_inputs(operands), **_attributes(semantics))
     return out, lse
 
 
@@ -129,13 +138,13 @@ class Saved(NamedTuple):
 def backward(platform: str, operands: Operands, semantics: Semantics, saved: Saved) -> Gradients:
     """Calls the backward kernels of ``platform``; those of a GPU get scratch as extra results."""
     sinks_shape = (0,) if operands.sinks is None else operands.sinks.shape
-    scratch = {}
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     if platform == "cuda":
-        scratch = abi.scratch_shapes(Problem.of(operands, semantics))
+        shapes = abi.scratch_shapes(Problem.of(operands, semantics))
     results = (
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:3]),
         jax.ShapeDtypeStruct(sinks_shape, np.float32),
-        *(jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in scratch.values()),
+        *_scratch(shapes),
     )
     call = jax.ffi.ffi_call(BACKWARD_TARGET, results)
     dq, dk, dv, dsinks, *_ = call(*_inputs(operands), *saved, **_attributes(semantics))
@@ -154,7 +163,8 @@ def record(
         operation: forward or backward.
         problem: what is asked; its compiled variant must exist.
         emulation: architecture and multiprocessors of that GPU.
-        addresses: of every array of the call, by its name in ``ffi/kernels.h``.
+        addresses: of every array of the call, by its name in ``ffi/kernels.h``; and of a forward
+            ``num_splits``.
     """
     shape = {name: getattr(problem, name) for name in ("dtype", *_EXTENTS)}
     attributes = {name: x.item() for name, x in _attributes(problem.semantics).items()}

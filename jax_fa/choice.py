@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jax_fa import variants
+from jax_fa.kernels import abi
 from jax_fa.problem import KERNEL_DTYPES, Problem
-from jax_fa.variants import Operation
+from jax_fa.variants import Arch, Operation
 
 Implementation = Literal["cpu", "cuda", "cudnn", "xla", "emulated"]
 
@@ -94,16 +95,33 @@ def _cuda_kernels(problem: Problem, target: Target, operation: Operation) -> str
     for capability in target.capabilities:
         if variants.arch_of(capability) is None:
             raise _Refusal(f"no kernels exist for GPUs of compute capability {capability}")
-    at_hand = [variants.arch_of(capability) for capability in target.capabilities]
-    for arch in variants.ARCHS:
-        is_compiled = any(variants.BY_NAME[name].arch == arch.name for name in target.compiled)
-        if arch not in at_hand and (at_hand or not is_compiled):
-            continue
+    for arch in _archs(target):
         variant = variants.find(problem, arch, operation, target.compiled)
         if variant is None:
             raise _Refusal(variants.nearest(problem, arch, operation, target.compiled))
         names.add(variant.name)
     return ", ".join(sorted(names))
+
+
+def _archs(target: Target) -> list[Arch]:
+    """The GPU families that have to serve a computation for ``target``."""
+    at_hand = [variants.arch_of(capability) for capability in target.capabilities]
+    compiled = {variants.BY_NAME[name].arch for name in target.compiled}
+    return [
+        arch
+        for arch in variants.ARCHS
+        if arch in at_hand or (not at_hand and arch.name in compiled)
+    ]
+
+
+def kv_splits(problem: Problem, target: Target) -> int:
+    """Parts into which a forward on ``target`` splits the keys: 1 if a kernel for more is missing.
+
+    ``problem`` is that of one device, whereas names of kernels are chosen for all devices together.
+    """
+    found = [variants.find(problem, arch, "fwd", target.compiled) for arch in _archs(target)]
+    can_split = bool(found) and all(variant and variant.key.is_split for variant in found)
+    return abi.kv_splits(problem) if can_split else 1
 
 
 def _kernels(

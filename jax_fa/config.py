@@ -60,6 +60,7 @@ class KernelKey:
         value_dim: Dv, of value and output.
         mask: mask class (``kernels/abi.py``).
         has_soft_cap: logits are bounded by a soft cap.
+        is_split: several CTAs share the keys of a query tile (``abi.kv_splits``).
     """
 
     arch: str
@@ -68,6 +69,7 @@ class KernelKey:
     value_dim: int
     mask: MaskClass
     has_soft_cap: bool = False
+    is_split: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from jax_fa import bindings
-from jax_fa.choice import Completion, Emulation
+from jax_fa.choice import Completion, Emulation, kv_splits
 from jax_fa.kernels import abi
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
 from jax_fa.variants import ARCHS, BY_NAME, Operation
@@ -152,13 +152,20 @@ class Call(NamedTuple):
         }
 
     @property
+    def num_splits(self) -> int:
+        """Parts into which the keys of a forward are split."""
+        return kv_splits(self.problem, bindings.target("cpu", self.settings))
+
+    @property
     def scratch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """What they write for themselves."""
         if self.operation == "fwd":
-            return {}
+            shapes = abi.forward_scratch_shapes(self.problem, self.num_splits)
+        else:
+            shapes = abi.scratch_shapes(self.problem)
         return {
             name: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
-            for name, (shape, dtype) in abi.scratch_shapes(self.problem).items()
+            for name, (shape, dtype) in shapes.items()
         }
 
 
@@ -197,6 +204,8 @@ def execute(
     arrays = {**{name: np.ascontiguousarray(x) for name, x in inputs.items()}, **written}
     addresses = {name: memory.add(name, x) for name, x in arrays.items() if x.size}
     settings = call.settings
+    if call.operation == "fwd":
+        addresses["num_splits"] = call.num_splits
     recorded = bindings.record(call.operation, call.problem, settings, addresses)
     ptx = bindings.ptx(recorded["variant"], recorded["ptx_sha256"])
     options = Options(completion=settings.completion)

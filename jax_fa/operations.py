@@ -201,7 +201,7 @@ def _forward_on(
     present = operands.present
 
     def one_shard(*shard: Array) -> tuple[Array, ...]:
-        return bindings.forward(_split(present, shard)[0], semantics)
+        return bindings.forward(platform, _split(present, shard)[0], semantics)
 
     return sharding.partitioned(Names(present, _FORWARD_RESULTS), one_shard)(*_flat(operands))
 

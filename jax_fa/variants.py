@@ -4,17 +4,19 @@ A variant is one operation for one ``KernelKey``. Presence of a feature is compi
 its absence buys measurable time, which leaves three mask classes and the soft cap; lengths,
 windows, segments, offsets, alignment, sinks, heads and extents are run-time values. A soft cap
 costs a tanh per score, next to which the general mask is cheap, so it exists for that class only.
+Split keys are a matter of few tiles, whose pace memory sets: the general mask serves them all. With
+a soft cap they are not split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from jax_fa.band import UNBOUNDED
 from jax_fa.config import BLACKWELL, BLACKWELL_BACKWARD_HEADS, BLACKWELL_HEADS, KernelKey
-from jax_fa.kernels.abi import MASK_CLASSES, MaskClass
+from jax_fa.kernels.abi import MASK_CLASSES, MaskClass, kv_splits
 from jax_fa.problem import Problem
 
 Operation = Literal["fwd", "bwd"]
@@ -91,20 +93,24 @@ class Variant:
         key = self.key
         values = "" if key.value_dim == key.head_dim else f"v{key.value_dim}"
         cap = "_cap" if key.has_soft_cap else ""
+        split = "_split" if key.is_split else ""
         return (
             f"{self.operation}_{self.arch}_{SHORT_DTYPES[key.dtype]}_d{key.head_dim}{values}"
-            f"_{key.mask}{cap}"
+            f"_{key.mask}{cap}{split}"
         )
 
 
 def _enumerate() -> Iterator[Variant]:
-    masks = (*((mask, False) for mask in MASK_CLASSES), ("general", True))
+    masks: list[dict[str, Any]] = [{"mask": mask} for mask in MASK_CLASSES]
+    masks.append({"mask": "general", "has_soft_cap": True})
+    split: dict[str, Any] = {"mask": "general", "is_split": True}
     for arch in ARCHS:
         for operation in OPERATIONS:
+            all_fields = [*masks, *([split] if operation == "fwd" else [])]
             for dtype in SHORT_DTYPES:
                 for head_dim, value_dim in arch.head_dims(operation):
-                    for mask, has_soft_cap in masks:
-                        key = KernelKey(arch.target, dtype, head_dim, value_dim, mask, has_soft_cap)
+                    for fields in all_fields:
+                        key = KernelKey(arch.target, dtype, head_dim, value_dim, **fields)
                         yield Variant(operation, arch.name, key)
 
 
@@ -142,7 +148,7 @@ def find(
     operation: Operation = "fwd",
     compiled: Collection[str] = BY_NAME.keys(),
 ) -> Variant | None:
-    """The variant that serves ``problem``, if it is among the names in ``compiled``."""
+    """The fastest variant that serves ``problem``, of those with a name in ``compiled``."""
     if problem.dtype not in SHORT_DTYPES or _is_empty(problem):
         return None
     key = KernelKey(
@@ -153,8 +159,12 @@ def find(
         mask_class(problem),
         problem.semantics.soft_cap is not None,
     )
-    variant = Variant(operation, arch.name, key)
-    return variant if variant.name in compiled and variant.name in BY_NAME else None
+    candidates = [Variant(operation, arch.name, key)]
+    if operation == "fwd" and kv_splits(problem) > 1:
+        split = replace(key, mask="general", is_split=True)
+        candidates.insert(0, Variant(operation, arch.name, split))
+    known = (v for v in candidates if v.name in compiled and v.name in BY_NAME)
+    return next(known, None)
 
 
 def nearest(

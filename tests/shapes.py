@@ -78,6 +78,15 @@ def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _kernel_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(platform: str, operands: Operands, semantics: Any) -> Any:
+        out, lse = function(platform, operands, semantics)
+        check_forward(*operands, out, lse)
+        return out, lse
+
+    return checked
+
+
 def _check_gradients(operands: Operands, saved: Any, grads: Gradients) -> Gradients:
     check_backward(*operands[:3], operands.sinks, *saved, *grads)
     return grads
@@ -102,7 +111,7 @@ def _reference_backward(function: Callable[..., Gradients]) -> Callable[..., Gra
 def checked() -> Iterator[None]:
     """Within it, both implementations of both operations check their shapes."""
     with (
-        mock.patch.object(bindings, "forward", _forward(bindings.forward)),
+        mock.patch.object(bindings, "forward", _kernel_forward(bindings.forward)),
         mock.patch.object(bindings, "backward", _kernel_backward(bindings.backward)),
         mock.patch.object(reference, "forward", _forward(reference.forward)),
         mock.patch.object(reference, "backward", _reference_backward(reference.backward)),

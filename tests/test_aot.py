@@ -110,6 +110,7 @@ def test_globs_restrict_the_variants():
         "fwd_sm90_bf16_d128_causal",
         "fwd_sm90_bf16_d128_general",
         "fwd_sm90_bf16_d128_general_cap",
+        "fwd_sm90_bf16_d128_general_split",
         "fwd_sm90_fp16_d64_full",
     ]
 
@@ -154,8 +155,8 @@ def test_entry_is_found_in_the_exported_header():
     ("change", "message"),
     [
         (lambda p: p[1:], "parameter 0 of the entry is 'void* k', kernels/abi.py says 'void* q'"),
-        (lambda p: p[:-1], "the entry has 25 parameters, kernels/abi.py has 26"),
-        (lambda p: [*p[:13], ("float", "batch"), *p[14:]], "is 'float batch'"),
+        (lambda p: p[:-1], "the entry has 28 parameters, kernels/abi.py has 29"),
+        (lambda p: [*p[:16], ("float", "batch"), *p[17:]], "is 'float batch'"),
     ],
 )
 def test_an_entry_with_other_parameters_is_refused(change, message):

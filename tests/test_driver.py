@@ -22,6 +22,8 @@ ARRAYS = (
     "dk",
     "dv",
     *(p.name for p in abi.SCRATCH),
+    "out_parts",
+    "lse_parts",
 )
 # Multiples of what TMA descriptors ask for, and large enough not to be mistaken for extents.
 ADDRESSES = {name: 0x7F00_0000_0000 + 0x100_0000 * i for i, name in enumerate(ARRAYS)}
@@ -45,13 +47,19 @@ def problem_for(variant, **fields):
     base = Problem(
         key.dtype, 2, 2, 1000, 1500, 8, 2, key.head_dim, key.value_dim, semantics=semantics
     )
+    if key.is_split:
+        base = replace(base, q_len=1)
+        assert abi.kv_splits(base) > 1
     return replace(base, **fields)
 
 
 def call_for(problem, operation="fwd"):
     """The fields of FwdParams or BwdParams for ``problem``, at addresses that nothing reads."""
     semantics = problem.semantics
-    backward = {} if operation == "bwd" else dict.fromkeys(ARRAYS[5:])
+    splits = abi.kv_splits(problem) if operation == "fwd" else 1
+    scratch = {"num_splits": splits} if splits > 1 else {}
+    unused = {*ARRAYS[5:]} if operation == "fwd" else {*ARRAYS[-2:]}
+    unused -= {"out_parts", "lse_parts"} if splits > 1 else set()
     return {
         "dtype": problem.dtype,
         "batch": problem.batch,
@@ -68,7 +76,8 @@ def call_for(problem, operation="fwd"):
         "window_right": semantics.band.right_bound,
         "bottom_right": semantics.band.alignment == "bottom_right",
         "deterministic": semantics.deterministic,
-        **{name: address for name, address in ADDRESSES.items() if name not in backward},
+        **{name: address for name, address in ADDRESSES.items() if name not in unused},
+        **scratch,
     }
 
 
@@ -114,6 +123,7 @@ def test_arrays_reach_the_kernels(variant):
     params = b"".join(p for launch in record(variant)["launches"] for p in launch["params"])
     names = ("q", "k", "v", "out", "lse")
     names = names if variant.operation == "fwd" else (*names[:3], "dout", "dq", "dk", "dv")
+    names = (*names, "out_parts", "lse_parts") if variant.key.is_split else names
     for name in names:
         assert ADDRESSES[name].to_bytes(8, "little") in params, name
 

@@ -58,13 +58,18 @@ PROBLEM = (
 ``num_sms`` is the device's multiprocessor count (persistent kernels launch that many CTAs).
 """
 
+FORWARD_SCRATCH = (*_params("pointer", "out_parts lse_parts"), Param("num_splits", "int32"))
+"""Memory of a forward whose keys are split (``forward_scratch_shapes``), uninitialised, and in how
+many parts they are; null pointers and 0 where they are not."""
+
 FORWARD: tuple[Param, ...] = (
     *_params("pointer", "q k v out lse"),
+    *FORWARD_SCRATCH,
     *EXTRAS,
     *PROBLEM,
     Param("stream", "stream"),
 )
-"""Parameters of every forward entry."""
+"""Parameters of every forward entry. Those that split keys take at least two parts, others none."""
 
 SCRATCH = _params("pointer", "dq_sum row_stats dkv_sums turns")
 """Memory of a backward that nobody reads afterwards (``scratch_shapes``), uninitialised."""
@@ -84,8 +89,8 @@ SCRATCH_BLOCK = 128
 ``block_q`` of any backward kernel."""
 
 RESIDENT_CTAS = 132
-"""Multiprocessors that a backward tries to fill by splitting groups of heads: those of an H100 SXM.
-Fixed, since it decides sizes of scratch, which are known before the device is."""
+"""Multiprocessors that are to be filled by splitting keys (forward) or groups of heads (backward):
+those of an H100 SXM. Fixed, since it decides sizes of scratch, known before the device is."""
 
 
 def scratch_rows(batch: Any, num_sequences: Any, q_len: Any) -> Any:
@@ -141,10 +146,49 @@ def scratch_shapes(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
     }
 
 
+SPLIT_ROWS = 128
+"""Query rows per tile in ``kv_splits``: the smallest ``block_q`` of any forward kernel that splits,
+so that keys are never split where a kernel of larger tiles would do better without."""
+
+SPLIT_KEYS = 512
+"""Keys that a part has at least. Merging is one more launch and one more pass over the parts, about
+as long as one multiprocessor takes for 3 or 4 blocks of 128 keys: it must save more than that."""
+
+
+def kv_splits(problem: Problem) -> int:
+    """Parts into which the keys of a query tile are to be split, each a CTA of its own.
+
+    1 unless at least half of ``RESIDENT_CTAS`` would lie idle and there are keys for two parts:
+    short queries over long keys, as in decoding. Packed sequences count with their mean length.
+    """
+    p = problem
+    q_tiles = ceil_div(p.batch * p.q_len, SPLIT_ROWS) + p.num_sequences - p.batch
+    if not p.is_packed:
+        q_tiles = p.batch * ceil_div(p.q_len, SPLIT_ROWS)
+    kv_len = p.kv_len * p.batch // max(p.num_sequences, 1)
+    wanted = RESIDENT_CTAS // max(q_tiles * p.num_q_heads, 1)
+    return max(min(wanted, kv_len // SPLIT_KEYS), 1)
+
+
+def forward_scratch_shapes(
+    problem: Problem, num_splits: int
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and element type of each array of ``FORWARD_SCRATCH``; none if keys are not split.
+
+    * ``out_parts``: what ``out`` would be if a part's keys were all there are, not rounded.
+    * ``lse_parts``: likewise for ``lse``; -inf where nothing is visible in a part.
+    """
+    if num_splits == 1:
+        return {}
+    p = problem
+    rows = (num_splits, p.batch, p.q_len, p.num_q_heads)
+    return {"out_parts": ((*rows, p.value_dim), "float32"), "lse_parts": (rows, "float32")}
+
+
 ALIGNMENT_BYTES = 16
 """The arrays named in ``ALIGNED`` start at multiples of this (a TMA rule)."""
 
-ALIGNED = frozenset("q k v out dout dq dk dv dq_sum row_stats dkv_sums".split())
+ALIGNED = frozenset("q k v out out_parts dout dq dk dv dq_sum row_stats dkv_sums".split())
 """Arrays that kernels read or write 16 bytes at a time."""
 
 READS: dict[MaskClass, frozenset[str]] = {

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, kv_blocks
+from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, kv_blocks, part_of
 from jax_fa.config import KernelKey
 from jax_fa.kernels import edges, primitives, segments, tiles
 
@@ -28,6 +28,11 @@ class Variant(NamedTuple):
         return self.key.mask == "general"
 
     @property
+    def is_split(self) -> bool:
+        """Several CTAs share the keys of a tile, and write parts of its result."""
+        return self.key.is_split
+
+    @property
     def dtype(self) -> type:
         """Element type of the arrays."""
         return primitives.DTYPES[self.key.dtype]
@@ -43,7 +48,10 @@ class Tma(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Global arrays; all but the last two as TMA sees them."""
+    """Global arrays; all but the last two as TMA sees them.
+
+    Where keys are split, the last two are the parts, in float32, with as many times B batches.
+    """
 
     q: cute.Tensor  # (T, D, N, B)
     k: cute.Tensor  # (S, D, K, B)
@@ -65,15 +73,17 @@ class Scalars(NamedTuple):
     sinks: cute.Pointer
     q_segments: cute.Pointer
     kv_segments: cute.Pointer
+    num_splits: Int32  # parts of the keys; of no meaning where they are not split
 
 
 class Work(NamedTuple):
-    """A tile with all that follows from it."""
+    """A tile with all that follows from it; of its key blocks, those of part ``split``."""
 
     tile: tiles.Tile
     span: tiles.Span
     window: Window
     blocks: Blocks
+    split: Int32
 
 
 @cute.jit
@@ -138,9 +148,43 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
             first_alike, end_alike = segments.alike(x.smem.segment_keys, block_kv)
             full_start = cutlass.min(cutlass.max(full_start, first_alike), end)
             full_end = cutlass.max(cutlass.min(full_end, end_alike), full_start)
+    split = Int32(0)
+    if const_expr(variant.is_split):
+        # The order counts every part of a tile as a head of its own.
+        split = tile.q_head % x.scalars.num_splits
+        tile = tile._replace(q_head=tile.q_head // x.scalars.num_splits)
+        start, full_start, full_end, end = part_of(
+            Blocks(start, full_start, full_end, end),
+            split,
+            x.scalars.num_splits,
+            minimum=cutlass.min,
+            maximum=cutlass.max,
+        )
     # A tile without keys works on one block, all of it masked: no path of its own.
     end = cutlass.max(end, start + 1)
-    return Work(tile, span, window, Blocks(start, full_start, full_end, end))
+    return Work(tile, span, window, Blocks(start, full_start, full_end, end), split)
+
+
+@cute.jit
+def sink_of(variant: cutlass.Constexpr, x: Any, work: Work) -> Float32:
+    """The sink of a tile's head, -inf for none; the first part of the keys alone counts it."""
+    sink = -Float32.inf
+    if tiles.is_present(x.scalars.sinks):
+        num_q_heads = x.order.num_q_heads
+        if const_expr(variant.is_split):
+            num_q_heads = num_q_heads // x.scalars.num_splits
+        sink = tiles.element(x.scalars.sinks, work.span.sequence * num_q_heads + work.tile.q_head)
+    if const_expr(variant.is_split):
+        sink = sink if work.split == 0 else -Float32.inf
+    return sink
+
+
+def batch_of_part(variant: Variant, x: Any, work: Work) -> Int32:
+    """Where the last mode of ``Arrays.out_rows`` and ``Arrays.lse`` has the tile's results."""
+    if not variant.is_split:
+        return work.tile.batch
+    num_batches = cute.size(x.arrays.k, mode=[3])
+    return work.tile.batch + work.split * num_batches
 
 
 @cute.jit

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from jax_fa.kernels import abi, backward_rows, backward_work, primitives, softmax, tiles
+from jax_fa.kernels import abi, backward_rows, backward_work, combine, primitives, softmax, tiles
 from jax_fa.kernels.backward_rows import dense, dense_stats
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma
 
@@ -27,6 +27,8 @@ class ForwardCall(NamedTuple):
         v: [B, S, K, Dv].
         out: [B, T, N, Dv].
         lse: [B, T, N].
+        out_parts: float32 [splits, B, T, N, Dv]; null unless keys are split.
+        lse_parts: [splits, B, T, N]; null unless keys are split.
         queries: (B, T, N).
         keys: (B, S, K).
         scalars: what every tile shares.
@@ -39,6 +41,8 @@ class ForwardCall(NamedTuple):
     v: cute.Pointer
     out: cute.Pointer
     lse: cute.Pointer
+    out_parts: cute.Pointer
+    lse_parts: cute.Pointer
     queries: tuple[Int32, Int32, Int32]
     keys: tuple[Int32, Int32, Int32]
     scalars: Scalars
@@ -99,14 +103,22 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> tuple[Tma, 
         atoms[name], arrays[name] = primitives.tma_load(array, layout, shape, variant.plan.ctas)
     out_shape = cute.product_each(layouts.out.outer.shape)
     atoms["out"], arrays["out"] = primitives.tma_store(gOut, layouts.out, out_shape)
-    lse = dense_stats(call.lse, call.queries)
-    return Tma(**atoms), Arrays(**arrays, out_rows=gOut, lse=lse)
+    if not key.is_split:
+        return Tma(**atoms), Arrays(
+            **arrays, out_rows=gOut, lse=dense_stats(call.lse, call.queries)
+        )
+    batch, q_len, num_q_heads = call.queries
+    queries = (batch * call.scalars.num_splits, q_len, num_q_heads)
+    out_parts = dense(call.out_parts, queries, key.value_dim)
+    lse_parts = dense_stats(call.lse_parts, queries)
+    return Tma(**atoms), Arrays(**arrays, out_rows=out_parts, lse=lse_parts)
 
 
 @cute.jit
 def forward_order(variant: cutlass.Constexpr, call: ForwardCall) -> tuple:
     """(work order, CTAs to launch)."""
     key, config, ctas = variant.key, variant.config, variant.plan.ctas
+    num_splits = call.scalars.num_splits
     (batch, q_len, num_q_heads), (_, kv_len, num_kv_heads) = call.queries, call.keys
     num_q_blocks = cute.ceil_div(q_len, config.block_q * ctas)
     if const_expr(variant.is_general):
@@ -114,6 +126,9 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall) -> tuple:
             # Each sequence, and what lies behind the last, may end in a partly filled block.
             num_q_blocks = q_len // config.block_q + call.scalars.sequences.num_sequences + 1
     group = num_q_heads // num_kv_heads
+    if const_expr(key.is_split):
+        # Every part of a tile counts as a head of its own: work_on in forward_work.
+        num_q_heads, group = num_q_heads * num_splits, group * num_splits
     kv_bytes = kv_len * (2 * (key.head_dim + key.value_dim)) // group
     num_clusters = call.num_sms
     if const_expr(ctas > 1):
@@ -146,6 +161,9 @@ def forward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:
         v: cute.Pointer,
         out: cute.Pointer,
         lse: cute.Pointer,
+        out_parts: cute.Pointer,
+        lse_parts: cute.Pointer,
+        num_splits: Int32,
         q_lengths: cute.Pointer,
         kv_lengths: cute.Pointer,
         cu_seqlens_q: cute.Pointer,
@@ -188,12 +206,20 @@ def forward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:
             sinks=sinks,
             q_segments=q_segments,
             kv_segments=kv_segments,
+            num_splits=num_splits,
         )
         queries, keys = (batch, q_len, num_q_heads), (batch, kv_len, num_kv_heads)
-        launch(variant, ForwardCall(q, k, v, out, lse, queries, keys, scalars, num_sms, stream))
+        parts, whole = (out_parts, lse_parts), (out, lse)
+        launch(
+            variant, ForwardCall(q, k, v, *whole, *parts, queries, keys, scalars, num_sms, stream)
+        )
+        if const_expr(key.is_split):
+            extents = (batch * q_len * num_q_heads, key.value_dim, num_splits)
+            combine.merge(parts, whole, extents, stream)
 
     element = dict.fromkeys(("q", "k", "v", "out"), variant.dtype)
-    return forward, primitives.stand_ins(abi.FORWARD, {**element, "lse": Float32, "sinks": Float32})
+    floats = dict.fromkeys(("lse", "sinks", "out_parts", "lse_parts"), Float32)
+    return forward, primitives.stand_ins(abi.FORWARD, {**element, **floats})
 
 
 def backward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:

@@ -18,8 +18,8 @@ from cutlass.utils.hopper_helpers import get_smem_layout_atom
 from jax_fa.kernels import abi
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
-VECTOR = 8
-"""16-bit elements of a 16-byte access."""
+VECTOR_BITS = 128
+"""Of the widest access."""
 
 
 def smem_layout(
@@ -357,10 +357,12 @@ def tmem_store(rows: cute.Tensor, width: int, thread: Int32) -> TmemCopy:
 
 
 def copy_row(source: cute.Tensor, row: cute.Tensor, first: int) -> None:
-    """Stores 16-bit registers from column ``first`` of a row on, 16 bytes at a time."""
-    for i in range(cute.size(source) // VECTOR):
-        target = cute.local_tile(row, (VECTOR,), (first // VECTOR + i,))
-        cute.autovec_copy(cute.local_tile(source, (VECTOR,), (i,)), target)
+    """Stores registers from column ``first`` of a row on, 16 bytes at a time."""
+    width = VECTOR_BITS // source.element_type.width
+    source = cute.make_tensor(source.iterator, cute.make_layout(cute.size(source)))
+    for i in range(cute.size(source) // width):
+        target = cute.local_tile(row, (width,), (first // width + i,))
+        cute.autovec_copy(cute.local_tile(source, (width,), (i,)), target)
 
 
 def cluster_sync():

@@ -85,6 +85,7 @@ def kernel(
     """Device entry: shared and tensor memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
     cut, is_pair = tiling(variant.key, variant.config), plan.ctas == 2
+    out_elements = 0 if variant.is_split else cute.cosize(layouts.out)
 
     @cute.struct
     class Storage:
@@ -94,7 +95,7 @@ def kernel(
         segment_keys: cute.struct.MemRange[Int32, segments.WORDS]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         kv: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
-        out: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.out)], 1024]
+        out: cute.struct.Align[cute.struct.MemRange[dtype, out_elements], 1024]
         stats: cute.struct.MemRange[Float32, ROWS * 2 * cut.q_tiles]
 
     storage = SmemAllocator().allocate(Storage)
@@ -102,7 +103,8 @@ def kernel(
         q=primitives.smem_tensor(storage.q, layouts.q),
         k=primitives.smem_tensor(storage.kv, layouts.k),
         v=primitives.smem_tensor(storage.kv, layouts.v),
-        out=primitives.smem_tensor(storage.out, layouts.out),
+        # Never used where keys are split.
+        out=primitives.smem_tensor(storage.q if variant.is_split else storage.out, layouts.out),
         stats=storage.stats.get_tensor(cute.make_layout((ROWS, 2, cut.q_tiles))),
         scrub=storage.scrub.data_ptr(),
         segment_keys=storage.segment_keys.get_tensor(cute.make_layout(segments.WORDS)),
@@ -187,7 +189,8 @@ def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple
             if tiles.rank_in_cluster(plan.ctas) == edges.LEADER:
                 roles.mma(variant, x, roles.MmaPipes(q[1], kv[1], s, answers, o[0]))
         elif warp == plan.role("store").warps.start:
-            roles.store(variant, x, out[1])
+            if const_expr(not variant.is_split):
+                roles.store(variant, x, out[1])
         elif warp == plan.role("load").warps.start:
             roles.load(variant, x, roles.LoadPipes(q[0], kv[0]))
 

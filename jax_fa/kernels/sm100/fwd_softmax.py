@@ -15,6 +15,8 @@ from jax_fa.kernels import edges, primitives, segments, softmax, tiles
 from jax_fa.kernels.forward_work import (
     Variant,
     Work,
+    batch_of_part,
+    sink_of,
     tile_at,
     work_on,
 )
@@ -344,16 +346,16 @@ def _finish(
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         full.release()
-    sink = -Float32.inf
-    if tiles.is_present(x.scalars.sinks):
-        sink = tiles.element(x.scalars.sinks, span.sequence * x.order.num_q_heads + tile.q_head)
-    factor, lse = softmax.finish_whole_row(maximum, total, x.scalars.scale_log2, sink)
+    factor, lse = softmax.finish_whole_row(
+        maximum, total, x.scalars.scale_log2, sink_of(variant, x, work)
+    )
     is_used = Boolean(True)
     if const_expr(variant.is_general):
         is_used = number < span.q_len
         lse = lse if is_used else -Float32.inf
     if number < span.q_slot:
-        x.arrays.lse[span.q_start + number, tile.q_head, tile.batch] = lse
+        batch = batch_of_part(variant, x, work)
+        x.arrays.lse[span.q_start + number, tile.q_head, batch] = lse
     o.wait_and_advance()
     primitives.after_thread_sync()
     cut, columns = tiling_of(variant), variant.plan.columns(f"o{index}")
@@ -361,7 +363,8 @@ def _finish(
     loads = primitives.tmem_load(tO, O_COLUMNS, thread)
     pieces = cut.out_columns // O_COLUMNS
     for part in cutlass.range_constexpr(cut.out_parts):
-        slot = out.acquire_and_advance()
+        if const_expr(not variant.is_split):
+            slot = out.acquire_and_advance()
         for j in cutlass.range_constexpr(part * pieces, (part + 1) * pieces):
             rO = loads.piece()  # (16)
             cute.copy(loads.copy, loads.tmem[None, None, j], rO)
@@ -369,12 +372,16 @@ def _finish(
             for i in cutlass.range_constexpr(O_COLUMNS):
                 # An unused query may hold anything, NaN too.
                 rO[i] = rO[i] * factor if is_used else Float32(0.0)
-            rounded = cute.make_rmem_tensor((O_COLUMNS,), variant.dtype)
-            primitives.narrow(rO, rounded)
-            _put(variant, x, work, (index, thread, slot.index), (rounded, j * O_COLUMNS))
-        # HAZARD: these stores went through the generic proxy, TMA reads through the async one.
-        cute.arch.fence_view_async_shared()
-        signal(slot)
+            if const_expr(variant.is_split):
+                _put_globally(variant, x, work, number, (rO, j * O_COLUMNS))
+            else:
+                rounded = cute.make_rmem_tensor((O_COLUMNS,), variant.dtype)
+                primitives.narrow(rO, rounded)
+                _put(variant, x, work, (index, thread, slot.index), (rounded, j * O_COLUMNS))
+        if const_expr(not variant.is_split):
+            # HAZARD: these stores went through the generic proxy, TMA reads through the async one.
+            cute.arch.fence_view_async_shared()
+            signal(slot)
     return stats, o, out
 
 
@@ -393,7 +400,18 @@ def _put(variant: cutlass.Constexpr, x: Context, work: Work, at: tuple, piece: t
         number = work.span.first_row + index * ROWS + thread
         if stores_whole_tile(x, work, index):
             primitives.copy_row(rounded, row, column)
-        elif number < work.span.q_slot:
-            tile, number = work.tile, work.span.q_start + number
-            gOut = x.arrays.out_rows[number, None, tile.q_head, tile.batch]
-            primitives.copy_row(rounded, gOut, first)
+        else:
+            _put_globally(variant, x, work, number, piece)
+
+
+@cute.jit
+def _put_globally(variant: cutlass.Constexpr, x: Context, work: Work, number: Int32, piece: tuple):
+    """Writes some columns of row ``number`` of the sequence to global memory, if it has that row.
+
+    ``piece`` is (registers, first column).
+    """
+    registers, first = piece
+    if number < work.span.q_slot:
+        batch = batch_of_part(variant, x, work)
+        row = x.arrays.out_rows[work.span.q_start + number, None, work.tile.q_head, batch]
+        primitives.copy_row(registers, row, first)

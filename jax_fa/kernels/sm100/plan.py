@@ -137,7 +137,8 @@ def tiling(key: KernelKey, config: BlackwellForward) -> Tiling:
     kv_columns = NARROW if is_wide else key.head_dim
     out_columns = NARROW if is_wide else key.value_dim
     stats_bytes = q_tiles * ROWS * 2 * FLOAT_BYTES
-    q_and_out = ROWS * (q_tiles * key.head_dim + OUT_STAGES * out_columns) * ELEMENT_BYTES
+    out_stages = 0 if key.is_split else OUT_STAGES
+    q_and_out = ROWS * (q_tiles * key.head_dim + out_stages * out_columns) * ELEMENT_BYTES
     room = SMEM_CAPACITY_BYTES - FIRST_PAGE_BYTES - stats_bytes - q_and_out
     return Tiling(
         q_tiles=q_tiles,
@@ -154,6 +155,8 @@ def tiling(key: KernelKey, config: BlackwellForward) -> Tiling:
 
 def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
     """The checked plan of the forward kernel for ``key`` under ``config``.
+
+    Where keys are split, parts of results go from registers to global memory: the edge out is idle.
 
     Raises:
         PlanError: the configuration fits neither the hardware nor the kernel.
@@ -195,7 +198,7 @@ def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
         buffers=(
             Buffer("q", cut.q_tiles * q_bytes),
             Buffer("kv", cut.kv_stages * kv_bytes),
-            Buffer("out", OUT_STAGES * out_bytes),
+            Buffer("out", 0 if key.is_split else OUT_STAGES * out_bytes),
             Buffer("stats", cut.q_tiles * 2 * ROWS * FLOAT_BYTES),
             Buffer("words", WORDS_BYTES),
         ),

@@ -29,8 +29,10 @@ from jax_fa.kernels.forward_work import (
     Tma,
     Variant,
     Work,
+    batch_of_part,
     find_segment_keys,
     load_partial_v,
+    sink_of,
     tile_at,
     work_on,
 )
@@ -415,9 +417,8 @@ def store(
     """Normalises the accumulator; writes 64 rows of out and of lse; ``at`` is (work, q tile)."""
     work, q_index = at
     span, tile = work.span, work.tile
-    sink = -Float32.inf
-    if tiles.is_present(x.scalars.sinks):
-        sink = tiles.element(x.scalars.sinks, span.sequence * x.order.num_q_heads + tile.q_head)
+    sink = sink_of(variant, x, work)
+    batch = batch_of_part(variant, x, work)
     row = span.first_row + c.index * ROWS + primitives.row_in_tile(c.thread)
     factors = cute.make_rmem_tensor((softmax.ROWS,), Float32)
     out_rows = primitives.by_row(c.out)
@@ -432,13 +433,38 @@ def store(
                     out_rows[r, i] = Float32(0.0)
         factors[r] = factor
         if (primitives.first_column(c.thread) == 0) & (row + 8 * r < span.q_slot):
-            x.arrays.lse[span.q_start + row + 8 * r, tile.q_head, tile.batch] = lse
+            x.arrays.lse[span.q_start + row + 8 * r, tile.q_head, batch] = lse
     softmax.scale_rows(c.out, factors)
+    if const_expr(variant.is_split):
+        store_part(x, c, work, row, batch)
+    else:
+        store_rounded(variant, x, c, at, row)
+
+
+@cute.jit
+def store_part(x: Context, c: Consumer, work: Work, row: Int32, batch: Int32) -> None:
+    """Writes rows as they are, in float32."""
+    rows = primitives.by_row(c.out)
+    gOut = x.arrays.out_rows[None, None, work.tile.q_head, batch]
+    first = primitives.first_column(c.thread)
+    for r in cutlass.range_constexpr(softmax.ROWS):
+        if row + 8 * r < work.span.q_slot:
+            for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                column = first + primitives.column_of(i)
+                gOut[work.span.q_start + row + 8 * r, column] = rows[r, i]
+
+
+@cute.jit
+def store_rounded(
+    variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, row: Int32
+) -> None:
+    """Rounds and writes rows, by TMA where all 64 are the sequence's; ``at`` is (work, q tile)."""
+    work, _ = at
     rounded = cute.make_rmem_tensor_like(c.out, variant.dtype)
     primitives.narrow(c.out, rounded)
-    end_of_rows = span.first_row + (c.index + 1) * ROWS
+    end_of_rows = work.span.first_row + (c.index + 1) * ROWS
     if const_expr(variant.is_general):
-        if tiles.is_present(x.scalars.sequences.cu_seqlens_q) & (end_of_rows > span.q_slot):
+        if tiles.is_present(x.scalars.sequences.cu_seqlens_q) & (end_of_rows > work.span.q_slot):
             store_rows(x, c, work, row, rounded)
         else:
             store_tile(variant, x, c, at, rounded)
