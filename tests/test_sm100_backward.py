@@ -11,10 +11,11 @@ from oracle import Results, assert_close, tolerance
 from recording import build, needs_compiler, needs_dsl, record
 
 from jax_fa.config import BLACKWELL, BLACKWELL_BACKWARD_HEADS, KernelKey, choose_backward
-from jax_fa.emulator import Memory, Options, emulate
+from jax_fa.emulator import EmulationError, Memory, Options, emulate
 from jax_fa.kernels import abi
 from jax_fa.kernels.edges import PlanError, TmemRange, arrivals, check, ledger
 from jax_fa.kernels.sm100 import plan_bwd
+from jax_fa.kernels.sm100.plan import FIRST_PAGE_BYTES
 
 KEYS = [
     KernelKey(target, "bfloat16", d, dv, mask)
@@ -248,3 +249,199 @@ def test_every_tile_moves_what_the_plan_counts(kernels):
     products = sum(count for what, count in cycles.items() if "reads" in what)
     assert report.counters["bytes tcgen05.mma operands"] == 2 * 128 * products
     assert report.counters["bytes bulk reduction"] == 2 * 128 * cycles["dQ is read"]
+
+
+# ----------------------------------------------------------------------------------- single faults
+
+WAIT = r"mbarrier\.try_wait\.parity\.shared\.b64 P1, \[[^\]]*\], %r\d+, \d+;"
+ATTEND = "stats s dp "
+WAITS = {
+    64: (
+        f"dq dq {ATTEND * 2} dv dk "
+        "k q v dv_empty dk_empty dout p  q ds dq_empty dout p  ds dq_empty"
+    ).split(),
+    128: (
+        f"dq dq {ATTEND * 3} dv dk "
+        "k q v dv_empty dk_empty dout dq_empty p  q ds dout dq_empty p  ds"
+    ).split(),
+}
+"""What each wait of the roles add (deterministic or not), attend (masked, not, masked) and mma is
+for, in the order of the text: the kernels of D = 64, full, and of D = 128, causal."""
+COMMITS = "s dp dout  s dq q dp dout  v dv  dq q k dk".split()
+"""What each commit of the role mma tells, in the order of the text."""
+COUNT = r"(mbarrier\.init\.shared\.b64\s+\[[^\]]*\]), [^;]*;"
+NO_WAIT = "setp.eq.u32 P1, 0, 0;"
+FULL, CAUSAL = (64, "full"), (128, "causal")
+HAZARD, UNWRITTEN = "AsyncHazard.* while ", "Uninitialized.*nothing wrote"
+
+
+def spoiled(built, pattern, replacement, which=None):
+    """``built`` with matches number ``which`` of a pattern in the main kernel replaced; or all."""
+    start = re.search(r"\.entry kernel_cutlass_kernel", built.ptx).start()
+    end = built.ptx.find(".entry", start + 1)
+    end = len(built.ptx) if end < 0 else end
+    text = built.ptx[start:end]
+    matches = list(re.finditer(pattern, text))
+    chosen = matches if which is None else [matches[which]]
+    assert chosen, pattern
+    for match in reversed(chosen):
+        new = replacement(match) if callable(replacement) else match.expand(replacement)
+        text = text[: match.start()] + new + text[match.end() :]
+    return built._replace(ptx=built.ptx[:start] + text + built.ptx[end:])
+
+
+def without_wait(head_dim, name, number):
+    """Drops the ``number``-th wait for ``name``."""
+    place = [i for i, wait in enumerate(WAITS[head_dim]) if wait == name][number]
+    return lambda built: spoiled(built, WAIT, NO_WAIT, place)
+
+
+def without(pattern, which=None):
+    """Drops an instruction."""
+    return lambda built: spoiled(built, rf"{pattern}[^;]*;", "", which)
+
+
+def without_commit(name, number):
+    """Drops the ``number``-th commit that tells ``name``."""
+    place = [i for i, commit in enumerate(COMMITS) if commit == name][number]
+    return without(r"tcgen05\.commit", place)
+
+
+def with_count(head_dim, data, side, count):
+    """Lets a barrier of an edge of one stage wait for ``count`` arrivals."""
+    first = plan_for(KernelKey("sm_100f", "bfloat16", head_dim, head_dim, "full"))
+    place = first.first_mbarrier(data) + (side == "empty")
+    return lambda built: spoiled(built, COUNT, rf"\1, {count};", place)
+
+
+def with_text(pattern, replacement, which=None):
+    """Replaces a pattern."""
+    return lambda built: spoiled(built, pattern, replacement, which)
+
+
+def delta_of_next_stage(built):
+    """Reads all of delta one stage further on."""
+    made = plan_for(KernelKey("sm_100f", "bfloat16", 64, 64, "full"))
+    before = [x.size_bytes for x in made.buffers if x.name not in ("stats", "words")]
+    first = FIRST_PAGE_BYTES + sum(before) + 4 * 128
+    loads = r"(ld\.shared\.v2\.b64\s+\{[^}]*\}, \[%r\d+\+)(\d+)"
+
+    def moved(match):
+        offset = int(match[2])
+        return f"{match[1]}{offset + made.edge('stats').stage_bytes * (offset >= first)}"
+
+    return spoiled(built, loads, moved)
+
+
+FAULTS = {
+    "s is read before its commit": (FULL, without_wait(64, "s", 1), UNWRITTEN),
+    "dp is read before its commit": (FULL, without_wait(64, "dp", 1), HAZARD),
+    "dq is read before its commit": (FULL, without_wait(64, "dq", 1), UNWRITTEN),
+    "dk is read before its commit": (FULL, without_wait(64, "dk", 0), HAZARD),
+    "stats are read before they arrive": (FULL, without_wait(64, "stats", 1), HAZARD),
+    "q is multiplied before it arrives": (FULL, without_wait(64, "q", 0), HAZARD),
+    "dv before p": (FULL, without_wait(64, "p", 1), HAZARD),
+    "dq before ds": (FULL, without_wait(64, "ds", 0), "Uninitialized.*never written"),
+    "dp overwrites dq": (CAUSAL, without_wait(128, "dq_empty", 1), HAZARD),
+    "p without wait::st": (FULL, without(r"tcgen05\.wait::st", 2), "without tcgen05.wait::st"),
+    "ds without wait::st": (FULL, without(r"tcgen05\.wait::st", 3), "without tcgen05.wait::st"),
+    "ds without fence": (FULL, without(r"fence\.proxy\.async", -1), "ProxyFence.*mma"),
+    "dq without fence": (FULL, without(r"fence\.proxy\.async", 2), "ProxyFence.*bulk reduction"),
+    "a piece of dq too early": (FULL, without(r"cp\.async\.bulk\.wait_group\.read"), HAZARD),
+    "additions outlive the CTA": (
+        FULL,
+        without(r"cp\.async\.bulk\.wait_group\s+0", -1),
+        "nothing waited for the bulk reduction",
+    ),
+    "dq is never told": (FULL, without_commit("dq", 0), "Deadlock.*no warp can run"),
+    "v is never given back": (FULL, without_commit("v", 0), "Deadlock.*no warp can run"),
+    "one arrival too many for p": (FULL, with_count(64, "p", "full", 9), "Deadlock"),
+    "one arrival too few for ds": (
+        CAUSAL,
+        with_count(128, "ds", "full", 7),
+        f"{HAZARD}|without tcgen05.wait::st",
+    ),
+    "one arrival too few for dq": (CAUSAL, with_count(128, "dq", "empty", 3), HAZARD),
+    "too few bytes of stats": (
+        FULL,
+        with_text(r"(complete_tx::bytes \[%r\d+\], \[%rd\d+\]), 512", r"\1, 256", 0),
+        "Deadlock",
+    ),
+    "tensor memory is kept": (FULL, without(r"tcgen05\.dealloc"), "exits with TMEM columns"),
+    "half of a piece": (
+        FULL,
+        with_text(r"(add\.f32 \[%rd\d+\], \[%r\d+\]), 4096", r"\1, 2048", 2),
+        "dq: error",
+    ),
+    "delta of another stage": (FULL, delta_of_next_stage, HAZARD),
+    "sign of delta": (FULL, with_text(r"sub\.rn\.f32x2", "add.rn.f32x2"), "dq: error.*dk: error"),
+}
+"""Kernel, fault, and what the emulator or the oracle says of it."""
+
+
+@needs_dsl
+@needs_compiler
+@compiles
+def test_every_wait_and_commit_of_the_kernels_is_known(kernels):
+    for (head_dim, mask), waits in zip((FULL, CAUSAL), WAITS.values(), strict=True):
+        text = kernels(head_dim, mask).ptx
+        text = text[re.search(r"\.entry kernel_cutlass_kernel", text).start() :]
+        assert len(re.findall(r"tcgen05\.commit", text)) == len(COMMITS)
+        # The others are those of the role load: for a tile, for a query tile, at the end.
+        made = plan_for(KernelKey("sm_100f", "bfloat16", head_dim, head_dim, mask))
+        tails = sum(made.edge(data).stages for data in ("k", "v", "q", "dout"))
+        assert len(re.findall(WAIT, text)) == len(waits) + 5 + 3 + tails
+
+
+@needs_dsl
+@needs_compiler
+@compiles
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_single_fault_is_noticed(kernels, fault):
+    (head_dim, mask), spoil, complaint = FAULTS[fault]
+    case = Case("sweep", q_len=384, kv_len=128, heads=1, kv_heads=1, head_dim=head_dim)
+    if mask == "causal":
+        case = replace(case, q_len=640, is_causal=True)
+    built = spoil(kernels(head_dim, mask))
+    with pytest.raises((EmulationError, AssertionError)) as caught:
+        got, wanted, _ = call(built, case, options=Options(completion="lazy"))
+        assert_close(got, wanted, "bfloat16")
+    text = f"{type(caught.value).__name__} {caught.value}"
+    assert re.search(complaint, text, re.S), text
+
+
+@needs_dsl
+@needs_compiler
+@compiles
+def test_additions_out_of_turn_change_bits(kernels):
+    """Without its wait a deterministic run differs from schedule to schedule."""
+    wait = r"(ld\.acquire\.gpu[^;]*;\s*)setp\.ge\.s32\s+(%p\d+), [^;]*;"
+    built = spoiled(kernels(64, "full"), wait, r"\1setp.eq.u32 \2, 0, 0;")
+    case = Case("deep", q_len=130, kv_len=500, heads=1, kv_heads=1)
+    options = Options(resident=4)
+    runs = (
+        call(built, case, seed=seed, deterministic=True, num_sms=4, options=options)[0].dq
+        for seed in range(8)
+    )
+    assert len({dq.tobytes() for dq in runs}) > 1
+
+
+@needs_dsl
+@needs_compiler
+@compiles
+def test_overlapping_columns_of_tensor_memory_spoil_the_result(tmp_path, monkeypatch):
+    """A plan that skipped its own check: dQ over the upper half of dK."""
+    from jax_fa.kernels.sm100 import bwd
+
+    key = KernelKey("sm_100f", "bfloat16", 64, 64, "full")
+    made = plan_for(key)
+    dq = replace(made.columns("dq"), start=made.columns("dk").start + 32)
+    spoilt = replace(made, tmem=tuple(dq if x.name == "dq" else x for x in made.tmem))
+    with pytest.raises(PlanError, match="dk and dq overlap"):
+        check(spoilt)
+    monkeypatch.setattr(bwd, "backward_plan", lambda *_: spoilt)
+    built = build(tmp_path, "sm100.bwd", key, choose_backward(key))
+    case = Case("sweep", q_len=256, kv_len=128, heads=1, kv_heads=1)
+    with pytest.raises((EmulationError, AssertionError), match="dk: error|while"):
+        got, wanted, _ = call(built, case)
+        assert_close(got, wanted, "bfloat16")

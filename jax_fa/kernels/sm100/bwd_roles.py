@@ -226,6 +226,7 @@ def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
             v_full = v.wait_and_advance()
             dv.acquire()
             dk.acquire()
+            primitives.after_thread_sync()
             dout, p, dq = _multiply_dout(variant, products, False, (dout, dp, p, dq))
             for i in cutlass.range(work.num_steps - 1, unroll=1):
                 q_next = q.wait_and_advance()
@@ -261,6 +262,7 @@ def _multiply_dout(variant: cutlass.Constexpr, products: tuple, accumulate, ends
     dout_full = dout.wait_and_advance()
     if const_expr(dq_overlays_dp(variant.key)):
         dq.acquire()
+        primitives.after_thread_sync()
     _multiply(products.dp, dout_full)
     dp.commit()
     p.wait_and_advance()
@@ -285,6 +287,7 @@ def _multiply_ds(
     primitives.issue_umma(mma, acc, a, b, accumulate, range(cute.size(a, mode=[2])))
     if const_expr(not dq_overlays_dp(variant.key)):
         dq.acquire()
+        primitives.after_thread_sync()
     mma, acc, a, b = products.dq
     primitives.issue_umma(mma, acc, a, b, False, range(cute.size(a, mode=[2])))
     dq.commit()

@@ -61,7 +61,7 @@ ADD_STAGES = 2
 """Pieces of dQ in shared memory, by warp."""
 ADD_WARPS = 4
 WORDS_BYTES = 24
-"""One more mbarrier, the address of tensor memory, two rows."""
+"""One more mbarrier, the address of tensor memory, three words (``kernels/segments.py``)."""
 SMEM_LINE_BYTES = 128
 """Bytes of shared memory that an SM moves per cycle."""
 MMA_FLOPS = 8192
