@@ -73,7 +73,7 @@ def _shift(bits: int, kind: str, function: Callable, beyond: Callable) -> Callab
 
     def shift(a: np.ndarray, amount: np.ndarray) -> np.ndarray:
         inside = amount < bits
-        if inside.all():
+        if np.count_nonzero(inside) == LANES:
             return function(a, amount.astype(dtype))
         return np.where(inside, function(a, np.where(inside, amount, 0).astype(dtype)), beyond(a))
 

@@ -95,7 +95,7 @@ class Cta:
 
     def live_warps(self) -> int:
         """Warps with a thread that has not exited."""
-        return sum(bool(w.live.any()) for w in self.warps)
+        return sum(bool(np.count_nonzero(w.live)) for w in self.warps)
 
     def check_exit(self) -> list[EmulationError]:
         """What is wrong with the state a finished CTA leaves behind."""

@@ -7,6 +7,7 @@ the full warp and one that merges its result under the warp's mask.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from jax_fa.emulator.ptx import (
 from jax_fa.emulator.registry import Modifiers, Pure, Run, Unit, find
 from jax_fa.emulator.values import (
     FULL,
+    POISON,
     UNSIGNED,
     Value,
     constant,
@@ -50,6 +52,13 @@ class Source(NamedTuple):
 
     slot: int
     convert: Callable | None
+
+    def reader(self) -> Reader:
+        """A function from the warp's slots to the value."""
+        slot, convert = self
+        if convert is None:
+            return operator.itemgetter(slot)
+        return lambda slots: convert(slots[slot])
 
 
 class Branch(NamedTuple):
@@ -73,8 +82,9 @@ class Segment:
     """A straight run of instructions and how it ends.
 
     Exactly one of these ends a segment: `branch`, `run` (a control instruction), `exits`, or
-    nothing (it falls through to `next`). `computed` is the bit set of the registers it writes
-    other than by moves, which compilers add and remove at will.
+    nothing (it falls through to `next`). `touched` is the bit set of the registers that its steps
+    name; `computed` that of those it writes other than by moves, which compilers add and remove at
+    will.
     """
 
     __slots__ = (
@@ -89,6 +99,7 @@ class Segment:
         "next",
         "uses",
         "last_use",
+        "touched",
         "computed",
         "join",
     )
@@ -105,6 +116,7 @@ class Segment:
         self.next = -1
         self.uses: list[RegisterUse] = []
         self.last_use = RegisterUse(0, 0, False)
+        self.touched = 0
         self.computed = 0
         self.join = -1
 
@@ -118,6 +130,7 @@ class Segment:
         """Adds what the next step does to registers."""
         use = _register_use(instruction)
         self.uses.append(use)
+        self.touched |= use.touched
         if not instruction.opcode.startswith("mov."):
             self.computed |= use.written
 
@@ -128,7 +141,7 @@ class Program(NamedTuple):
     Attributes:
       kernel: what was decoded.
       segments: in program order; the entry is the first.
-      homes: kind of every register slot.
+      unwritten: what every register holds before it is written.
       slots: initial value of the slots after the registers: an array, or a name that the warp
         resolves at its start (special registers, shared variables).
       shared: offset of every shared variable, and the end of the static ones under "".
@@ -139,7 +152,7 @@ class Program(NamedTuple):
 
     kernel: Kernel
     segments: list[Segment]
-    homes: list[str]
+    unwritten: list[Value]
     slots: list[np.ndarray | str]
     shared: dict[str, int]
     params: dict[str, int]
@@ -191,10 +204,7 @@ class Decoder:
 
     def read(self, operand: Operand, kind: str) -> Reader:
         """A function from the warp's slots to the operand's value as `kind`."""
-        slot, convert = self.source(operand, kind)
-        if convert is None:
-            return lambda slots: slots[slot]
-        return lambda slots: convert(slots[slot])
+        return self.source(operand, kind).reader()
 
     def write(self, operand: Operand, kind: str) -> Writer:
         """A function (slots, value of `kind`, mask) that stores into the operand."""
@@ -263,7 +273,7 @@ class Decoder:
         return Program(
             self.kernel,
             segments,
-            self.homes,
+            [POISON[home] for home in self.homes],
             self.slots,
             self.shared,
             self.params,
@@ -351,17 +361,25 @@ def _nothing(warp: object) -> None:
 
 def _call(function: Callable, sources: list[Source], finish: Callable | None) -> Reader:
     """function(operands) as a function of the slots."""
-    slots_of = [s.slot for s in sources]
-    converts = [s.convert for s in sources]
+    reads = [s.reader() for s in sources]
+    if len(reads) == 1:
+        (first,) = reads
 
-    def compute(slots: list) -> Value:
-        values = [
-            slots[s] if c is None else c(slots[s]) for s, c in zip(slots_of, converts, strict=True)
-        ]
-        result = function(*values)
-        return result if finish is None else finish(result)
+        def apply(slots: list) -> Value:
+            return function(first(slots))
+    elif len(reads) == 2:
+        first, second = reads
 
-    return compute
+        def apply(slots: list) -> Value:
+            return function(first(slots), second(slots))
+    else:
+
+        def apply(slots: list) -> Value:
+            return function(*[read(slots) for read in reads])
+
+    if finish is None:
+        return apply
+    return lambda slots: finish(apply(slots))
 
 
 def _full_step(
@@ -427,7 +445,7 @@ def _effect_step(run: Run, guard: tuple[int, bool] | None) -> Step:
 
     def guarded(warp: object) -> None:
         mask = warp.mask & (~warp.slots[register] if negated else warp.slots[register])
-        if mask.any():
+        if np.count_nonzero(mask):
             run(warp, mask)
 
     return guarded

@@ -63,9 +63,9 @@ def address_reader(decoder: Decoder, operand: Address, space: str) -> Callable[[
 def load_at(
     warp: Warp, space: str, addresses: np.ndarray, mask: np.ndarray, size: int, count: int = 1
 ) -> np.ndarray:
-    """`count` consecutive elements of `size` bytes for every lane: (LANES, count).
+    """`count` consecutive elements of `size` bytes at every address: (addresses, count).
 
-    Lanes outside the mask give 0.
+    There is an address per lane, or several times that many. Those outside the mask give 0.
     """
     active = addresses if mask is FULL else addresses[mask]
     if space == "generic":
@@ -83,7 +83,7 @@ def load_at(
         ]
     if mask is FULL:
         return found
-    result = np.zeros((LANES, count), found.dtype)
+    result = np.zeros((len(addresses), count), found.dtype)
     result[mask] = found
     return result
 
@@ -91,8 +91,8 @@ def load_at(
 def store_at(
     warp: Warp, space: str, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray
 ) -> None:
-    """Stores values of shape (LANES,) or (LANES, count) in the lanes of the mask."""
-    values = values.reshape(LANES, -1)
+    """Stores values of shape (addresses,) or (addresses, count) in the lanes of the mask."""
+    values = values.reshape(len(addresses), -1)
     if mask is not FULL:
         addresses, values = addresses[mask], values[mask]
     if space == "generic":
@@ -134,11 +134,9 @@ def _resolve(addresses: np.ndarray) -> tuple[str, np.ndarray]:
 def _shared_access(warp: Warp, addresses: np.ndarray, access: Callable) -> np.ndarray | None:
     """Calls access(cta, offsets, lanes) for every CTA the shared addresses lie in."""
     own = warp.cta
-    if (
-        own.shared.base <= int(addresses[0])
-        and int(addresses.max()) - own.shared.base <= OFFSET_MASK
-    ):
-        return access(own, addresses - np.uint32(own.shared.base), slice(None))
+    base = own.shared.base
+    if base <= int(addresses[0]) and int(np.maximum.reduce(addresses)) - base <= OFFSET_MASK:
+        return access(own, addresses - np.uint32(base) if base else addresses, slice(None))
     result = None
     for rank in np.unique(addresses >> np.uint32(24)):
         part = addresses >> np.uint32(24) == rank
@@ -152,14 +150,20 @@ def _shared_access(warp: Warp, addresses: np.ndarray, access: Callable) -> np.nd
 
 
 def _param_load(warp: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
-    block = warp.machine.params
+    block, known = warp.machine.params, warp.machine.parameters
     offset = int(addresses[0]) - PARAM_WINDOW
-    if (addresses != addresses[0]).any():
+    if np.count_nonzero(addresses != addresses[0]):
         raise OutOfBoundsError("lanes load different parameters")
+    key = (offset, size, count)
+    if len(addresses) == LANES and key in known:
+        return known[key]
     if not 0 <= offset <= len(block) - size * count:
         raise OutOfBoundsError(f"parameter offset {offset} of {len(block)} bytes")
     one = block[offset : offset + size * count].view(DTYPES[UNSIGNED[size]])
-    return np.tile(one, (len(addresses), 1))
+    found = np.tile(one, (len(addresses), 1))
+    if len(addresses) == LANES:
+        known[key] = found
+    return found
 
 
 def _local_view(warp: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
@@ -307,7 +311,7 @@ def _rounds(addresses: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
     Lanes with equal addresses come in lane order.
     """
     lanes = np.flatnonzero(mask)
-    if len(np.unique(addresses[lanes])) == len(lanes):
+    if len(set(addresses[lanes].tolist())) == len(lanes):
         return [mask]
     seen: Counter[int] = Counter()
     turn = np.full(LANES, -1)

@@ -114,7 +114,8 @@ class Machine:
         self.waits: Counter[int] = Counter()
         self.findings: list[EmulationError] = []
         self.notes: Counter[str] = Counter()
-        self.instructions: dict[int, Counter[str]] = {}
+        self.visits: dict[int, Counter[int]] = {}
+        self.parameters: dict[tuple[int, int, int], np.ndarray] = {}
         self.registers: dict[int, int] = {}
         clusters = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
         self.waiting = deque(
@@ -278,7 +279,7 @@ class Machine:
     def _retire(self) -> None:
         """Lets finished clusters go and admits waiting ones."""
         for cluster in [c for c in self.resident if not any(w.fragments for w in c.all_warps)]:
-            if any(w.live.any() for w in cluster.all_warps):
+            if any(np.count_nonzero(w.live) for w in cluster.all_warps):
                 continue
             self.resident.remove(cluster)
             for cta in cluster.ctas:
@@ -296,16 +297,23 @@ class Machine:
             raise error
         self.findings.append(error)
 
-    def _tally(self, cta: Cta) -> None:
-        """Adds a finished CTA's instruction counts to the report's."""
-        for warp in cta.warps:
-            counts = self.instructions.setdefault(warp.index, Counter())
-            for number, visits in warp.visits.items():
+    def instructions(self) -> dict[int, Counter[str]]:
+        """Executed warp instructions of finished CTAs, by warp index and opcode."""
+        found: dict[int, Counter[str]] = {}
+        for index, visits in self.visits.items():
+            counts = found[index] = Counter()
+            for number, times in visits.items():
                 segment = self.program.segments[number]
                 for step in segment.steps:
-                    counts[step.opcode] += visits
+                    counts[step.opcode] += times
                 if segment.last is not None:
-                    counts[segment.last.opcode] += visits
+                    counts[segment.last.opcode] += times
+        return found
+
+    def _tally(self, cta: Cta) -> None:
+        """Adds what a finished CTA's warps ran."""
+        for warp in cta.warps:
+            self.visits.setdefault(warp.index, Counter()).update(warp.visits)
             if warp.registers is not None:
                 self.registers[warp.index] = warp.registers
 
@@ -379,7 +387,7 @@ class Machine:
         """Runs the straight part of a segment."""
         steps = iter(segment.full if warp.mask is FULL else segment.masked)
         try:
-            if warp.in_flight:
+            if segment.touched & warp.busy:
                 for step, instruction, use in zip(steps, segment.steps, segment.uses, strict=True):
                     warp.check_registers(instruction, use)
                     step(warp)
@@ -444,11 +452,11 @@ class Machine:
 
     def _release(self, warp: Warp, join: Join, outer: tuple[Join, ...]) -> Fragment | None:
         join.outer = outer
-        if (join.mask & warp.live & ~join.arrived).any():
+        if np.count_nonzero(join.mask & warp.live & ~join.arrived):
             return None
         warp.state["joins"].remove(join)
         lanes = join.mask & warp.live
-        if not lanes.any():
+        if not np.count_nonzero(lanes):
             return None
         joined = Fragment(warp, join.segment, lanes, outer)
         warp.fragments.append(joined)
@@ -481,7 +489,7 @@ class Machine:
             warp.fragments.remove(fragment)
         self.progress += 1
         for join in list(warp.state.get("joins", ())):
-            if join.arrived.any():
+            if np.count_nonzero(join.arrived):
                 self._release(warp, join, join.outer)
         cluster = warp.cta.cluster
         cluster.barrier.settle(cluster.live_threads())
@@ -494,7 +502,7 @@ class Machine:
             register, negated = segment.guard
             flags = warp.slots[register]
             mask = mask & (~flags if negated else flags)
-            if not mask.any():
+            if not np.count_nonzero(mask):
                 fragment.segment = segment.next
                 return False
         wait = segment.run(warp, mask)

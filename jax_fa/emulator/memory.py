@@ -127,13 +127,14 @@ class Memory:
         (None, ...) when several regions are addressed at once.
         """
         width = size * count
-        low, high = int(addresses.min()), int(addresses.max()) + width
+        low = int(np.minimum.reduce(addresses))
+        high = int(np.maximum.reduce(addresses)) + width
         index = bisect.bisect_right(self._bases, low) - 1
         if len(addresses) > 1 and (index < 0 or high > self._regions[index].end):
             return None, addresses
         region = self.region(low, high)
         offset = (addresses - np.uint64(region.base)).astype(np.int64)
-        if width > 1 and (offset & (width - 1)).any():
+        if width > 1 and int(np.bitwise_or.reduce(offset)) & (width - 1):
             raise OutOfBoundsError(f"misaligned {width}-byte access at {low:#x} in {region.name!r}")
         usable = len(region.data) // width * width
         elements = region.data[:usable].view(DTYPES[UNSIGNED[size]]).reshape(-1, count)
@@ -180,7 +181,7 @@ class SharedMemory:
 
     def _index(self, offsets: np.ndarray, width: int) -> np.ndarray:
         """Numbers of the `width`-byte units at the offsets, which must be aligned and inside."""
-        high = int(offsets.max())
+        high = int(np.maximum.reduce(offsets))
         if high + width > self.size:
             raise OutOfBoundsError(
                 f"shared offset {high} + {width} bytes lies beyond the CTA's {self.size} bytes"
@@ -197,10 +198,10 @@ class SharedMemory:
         index = self._index(offsets, width)
         if self.claims:
             chunks = offsets >> np.uint32(4)
-            if self.writes[chunks].any():
+            if np.count_nonzero(self.writes[chunks]):
                 self._hazard("is read", chunks, "write")
         known = self.written.reshape(-1, width)[index]
-        if not known.all():
+        if np.count_nonzero(known) != known.size:
             bad = int(offsets[~known.all(axis=1)][0])
             raise UninitializedReadError(f"shared offset {bad} is read and was never written")
         return self.views[size].reshape(-1, count)[index]
@@ -211,9 +212,9 @@ class SharedMemory:
         index = self._index(offsets, width)
         chunks = offsets >> np.uint32(4)
         if self.claims:
-            if self.writes[chunks].any():
+            if np.count_nonzero(self.writes[chunks]):
                 self._hazard("is overwritten", chunks, "write")
-            if self.reads[chunks].any():
+            if np.count_nonzero(self.reads[chunks]):
                 self._hazard("is overwritten", chunks, "read")
         self.version += 1
         self.views[values.dtype.itemsize].reshape(-1, values.shape[1])[index] = values
@@ -237,13 +238,13 @@ class SharedMemory:
         `used` are those whose contents matter and must have been written; by default all.
         """
         used = chunks if used is None else used
-        if self.owner[chunks].any():
+        if np.count_nonzero(self.owner[chunks]):
             bad = int(chunks[self.owner[chunks] != 0][0])
             raise ProxyFenceError(
                 f"{who} reads shared offset {bad * CHUNK}, stored by warp "
                 f"{int(self.owner[bad]) - 1} of the CTA without a later fence.proxy.async"
             )
-        if self.writes[chunks].any():
+        if np.count_nonzero(self.writes[chunks]):
             self._hazard(f"is read by {who}", chunks, "write")
         complete = self.written_chunks[used] == _WRITTEN
         if not complete.all():
@@ -256,9 +257,9 @@ class SharedMemory:
 
     def begin_write(self, chunks: np.ndarray, who: str) -> Claim:
         """An asynchronous operation is issued that will overwrite the chunks."""
-        if self.writes[chunks].any():
+        if np.count_nonzero(self.writes[chunks]):
             self._hazard(f"is overwritten by {who}", chunks, "write")
-        if self.reads[chunks].any():
+        if np.count_nonzero(self.reads[chunks]):
             self._hazard(f"is overwritten by {who}", chunks, "read")
         self.writes[chunks] += 1
         return self._claim(chunks, "write", who)

@@ -9,10 +9,10 @@ import numpy as np
 from jax_fa.emulator.decode import Decoder
 from jax_fa.emulator.loadstore import address_reader, load_at, space_of, store_at
 from jax_fa.emulator.matrix import ELEMENT_BYTES
-from jax_fa.emulator.numerics import matrix_values
+from jax_fa.emulator.numerics import matrix_values, split_halves
 from jax_fa.emulator.ptx import Instruction
 from jax_fa.emulator.registry import Modifiers, Run, effect
-from jax_fa.emulator.values import DTYPES, LANES, UNSIGNED
+from jax_fa.emulator.values import DTYPES, FULL, LANES, UNSIGNED
 from jax_fa.emulator.warp import Warp
 from jax_fa.emulator.wgmma import Accumulator, a_fragment
 
@@ -31,35 +31,37 @@ def matrix_move(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     loads = ins.opcode.startswith("ldmatrix")
     registers, address = ins.operands if loads else reversed(ins.operands)
     at = address_reader(decoder, address, space)
-    parts = decoder.write_all(registers, "u4") if loads else decoder.read_all(registers, "u4")
-    if len(parts) != count:
+    writes = decoder.write_all(registers, "u4") if loads else []
+    reads = [] if loads else decoder.read_all(registers, "u4")
+    if len(writes or reads) != count:
         raise mods.error(f"needs {count} registers")
 
-    def places(base: np.ndarray, matrix: int) -> list[np.ndarray]:
-        """Address of every lane's pair of elements, or of its two elements when transposed."""
-        dtype = base.dtype.type
-        if not transposed:
-            return [base[8 * matrix + _ROW] + (4 * _QUAD).astype(dtype)]
-        return [base[8 * matrix + 2 * _QUAD + e] + (2 * _ROW).astype(dtype) for e in (0, 1)]
+    # Of every lane's pair of elements in every matrix, or of its two elements when transposed: the
+    # lane that holds the address of the row, and the bytes from there.
+    size = 2 if transposed else 4
+    if transposed:
+        row_lanes = np.concatenate([8 * m + 2 * _QUAD + e for m in range(count) for e in (0, 1)])
+        offsets = np.tile(2 * _ROW, 2 * count)
+    else:
+        row_lanes = np.concatenate([8 * m + _ROW for m in range(count)])
+        offsets = np.tile(4 * _QUAD, count)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
-        base = at(warp.slots)
-        for matrix, part in enumerate(parts):
-            where = places(base, matrix)
-            size = 4 // len(where)
-            if loads:
-                found = [load_at(warp, space, w, mask, size)[:, 0].astype(np.uint32) for w in where]
-                part(
-                    warp.slots,
-                    found[0] if len(found) == 1 else found[0] | found[1] << np.uint32(16),
-                    mask,
-                )
-                continue
-            value = part(warp.slots)
-            for index, place in enumerate(where):
-                piece = (value >> np.uint32(16 * index)).astype(DTYPES[UNSIGNED[size]])
-                store_at(warp, space, place, piece, mask)
+        slots = warp.slots
+        base = at(slots)
+        places = base[row_lanes] + offsets.astype(base.dtype)
+        lanes = mask if mask is FULL else np.tile(mask, len(places) // LANES)
+        if loads:
+            pieces = load_at(warp, space, places, lanes, size).astype(np.uint32).reshape(count, -1)
+            for write, found in zip(writes, pieces, strict=True):
+                both = found[:LANES] | found[LANES:] << np.uint32(16) if transposed else found
+                write(slots, both, mask)
+        else:
+            values = [read(slots) for read in reads]
+            if transposed:
+                values = [half for value in values for half in split_halves(value)]
+            store_at(warp, space, places, np.concatenate(values), lanes)
         warp.machine.count(f"bytes {ins.opcode.split('.')[0]}", 4 * LANES * count)
 
     return run

@@ -60,7 +60,7 @@ def emulate(
         machine = Machine(program, launch, memory, seed, options or Options())
         machine.run()
     return Report(
-        machine.instructions,
+        machine.instructions(),
         machine.counters,
         machine.waits,
         machine.registers,

@@ -237,7 +237,7 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         addresses, phases = at(warp.slots)[mask], which(warp.slots)[mask]
         pairs = (
             {(int(a), int(p)) for a, p in zip(addresses, phases, strict=True)}
-            if (addresses != addresses[0]).any() or (phases != phases[0]).any()
+            if np.count_nonzero(addresses != addresses[0]) or np.count_nonzero(phases != phases[0])
             else {(int(addresses[0]), int(phases[0]))}
         )
         waits = [(mbarrier_at(warp, a), p) for a, p in pairs]

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_fa.emulator.faults import AsyncHazardError, DivergenceError, Place
 from jax_fa.emulator.ptx import Instruction
-from jax_fa.emulator.values import FULL, LANES, POISON
+from jax_fa.emulator.values import FULL, LANES
 
 if TYPE_CHECKING:
     from jax_fa.emulator.cta import Cta
@@ -117,7 +117,7 @@ class Warp:
         threads = cta.cluster.machine.threads
         self.live = np.arange(LANES) + index * LANES < threads
         self.mask = FULL
-        self.slots: list = [POISON[home] for home in program.homes]
+        self.slots: list = program.unwritten.copy()
         self.slots += [self._initial(s) if isinstance(s, str) else s for s in program.slots]
         self.fragments = [Fragment(self, 0, self.live.copy(), ())]
         self.visits: dict[int, int] = {}
