@@ -1,8 +1,9 @@
 """Arithmetic, logic, comparison, conversion and bit instructions: everything without side effects.
 
-Rounding is numpy's (to nearest even) unless a name says otherwise; ex2, lg2, rcp, rsqrt and tanh
-.approx give the correctly rounded float32 where hardware promises an error bound; fma rounds once
-by way of float64 (the product is exact there, the sum is rounded twice in rare cases).
+Rounding is numpy's (to nearest even) unless a name says otherwise. ex2, lg2 and rcp.approx.ftz are
+the hardware's (mufu.py); other approximations give the correctly rounded float32 where hardware
+promises an error bound. fma rounds once by way of float64 (the product is exact there, the sum is
+rounded twice in rare cases).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jax_fa.emulator import mufu
 from jax_fa.emulator.numerics import (
     NARROW,
     Format,
@@ -352,6 +354,9 @@ _define_float("mul", "f4 f4", np.multiply)
 _define_float("div", "f4 f4", np.divide)
 _define_float("fma", "f4 f4 f4", fma4)
 _define_float("mad", "f4 f4 f4", fma4)
+# No PTX: what contract.py makes of a product and what is subtracted from it, or it from.
+_define_float("fms", "f4 f4 f4", lambda a, b, c: fma4(a, b, -c))
+_define_float("fnma", "f4 f4 f4", lambda a, b, c: fma4(-a, b, c))
 _define_float("min", "f4 f4", min_float)
 _define_float("max", "f4 f4", max_float)
 _define_float("neg", "f4", np.negative)
@@ -412,13 +417,6 @@ define(
 )
 
 
-def _exp2_flushed(x: np.ndarray) -> np.ndarray:
-    """2 ** x with subnormal results flushed to zero."""
-    result = np.exp2(x)
-    result[x < F4(-126)] = 0
-    return result
-
-
 _APPROXIMATE = {
     "ex2": np.exp2,
     "lg2": np.log2,
@@ -436,7 +434,9 @@ for _name, _function in _APPROXIMATE.items():
         "f4",
         lambda a, function=_function: flush(function(flush(a))),
     )
-define("ex2.approx.ftz.f32", "f4", "f4", _exp2_flushed)
+define("ex2.approx.ftz.f32", "f4", "f4", mufu.exp2)
+define("lg2.approx.ftz.f32", "f4", "f4", mufu.log2)
+define("rcp.approx.ftz.f32", "f4", "f4", mufu.reciprocal)
 define("tanh.approx.f32", "f4", "f4", np.tanh)
 
 for _name, _function in (

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_fa.emulator import flow
+from jax_fa.emulator.contract import contracted
 from jax_fa.emulator.faults import UnknownInstructionError
 from jax_fa.emulator.memory import PARAM_WINDOW
 from jax_fa.emulator.ptx import (
@@ -162,7 +163,7 @@ class Program(NamedTuple):
 
 def decode(kernel: Kernel) -> Program:
     """Decodes a kernel; every unknown instruction is refused here, executed or not."""
-    return Decoder(kernel).decode()
+    return Decoder(contracted(kernel)).decode()
 
 
 # Shared memory the system keeps for itself at the start of every CTA's window.

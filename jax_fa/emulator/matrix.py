@@ -1,9 +1,8 @@
-"""What all matrix units share: operand tiles fetched from shared memory as float32."""
+"""What all matrix units share: operand tiles fetched from shared memory."""
 
 from __future__ import annotations
 
-import numpy as np
-
+from jax_fa.emulator.dot import Factors
 from jax_fa.emulator.faults import OutOfBoundsError
 from jax_fa.emulator.layouts import MatrixDescriptor, Tile, place
 from jax_fa.emulator.memory import CHUNK, SharedMemory
@@ -33,8 +32,8 @@ class SharedOperand:
             )
         self.elements, self.chunks = placement
 
-    def values(self) -> np.ndarray:
-        """(rows, cols) float32; kept until shared memory changes, as several warps read it."""
+    def factors(self) -> Factors:
+        """Its (rows, cols); kept until shared memory changes, as several warps read it."""
         shared = self.shared
         if shared.cache_version != shared.version:
             shared.cache.clear()
@@ -42,5 +41,5 @@ class SharedOperand:
         found = shared.cache.get(self.key)
         if found is None:
             bits = shared.views[ELEMENT_BYTES[self.type]].take(self.elements)
-            found = shared.cache[self.key] = matrix_values(bits, self.type)
+            found = shared.cache[self.key] = Factors.of(matrix_values(bits, self.type), self.type)
         return found

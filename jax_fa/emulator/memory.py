@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_fa.emulator.dot import Factors
 from jax_fa.emulator.faults import (
     AsyncHazardError,
     OutOfBoundsError,
@@ -176,7 +177,7 @@ class SharedMemory:
         self.claims: dict[Claim, None] = {}
         # Decoded matrix operands, valid while `version` does not change.
         self.version = self.cache_version = 0
-        self.cache: dict[tuple, np.ndarray] = {}
+        self.cache: dict[tuple, Factors] = {}
         self.touched: dict[int, list[np.ndarray]] = {}
 
     def _index(self, offsets: np.ndarray, width: int) -> np.ndarray:

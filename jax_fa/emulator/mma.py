@@ -7,6 +7,7 @@ import re
 import numpy as np
 
 from jax_fa.emulator.decode import Decoder
+from jax_fa.emulator.dot import Factors, Rule, multiply_add
 from jax_fa.emulator.loadstore import address_reader, load_at, space_of, store_at
 from jax_fa.emulator.matrix import ELEMENT_BYTES
 from jax_fa.emulator.numerics import matrix_values, split_halves
@@ -89,13 +90,14 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     result, addend = Accumulator(decoder, d, d_type, 8), Accumulator(decoder, c, c_type, 8)
     a_reads, b_reads = decoder.read_all(a, "u4"), decoder.read_all(b, "u4")
     depth = int(match.group(1))
+    rule = Rule(a_type, d_type)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
         slots = warp.slots
-        a_values = a_fragment([r(slots) for r in a_reads], a_type)
-        b_values = b_fragment([r(slots) for r in b_reads], b_type)
-        result.store(slots, a_values @ b_values.T + addend.load(slots), mask)
+        a_factors = Factors.of(a_fragment([r(slots) for r in a_reads], a_type), a_type)
+        b_factors = Factors.of(b_fragment([r(slots) for r in b_reads], b_type), b_type)
+        result.store(slots, multiply_add(a_factors, b_factors, addend.load(slots), rule), mask)
         warp.machine.count("flops mma.sync", 2 * 16 * 8 * depth)
 
     return run

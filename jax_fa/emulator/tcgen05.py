@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_fa.emulator.cta import Cta
 from jax_fa.emulator.decode import Decoder
+from jax_fa.emulator.dot import Factors, Rule, multiply_add
 from jax_fa.emulator.faults import (
     OutOfBoundsError,
     TensorMemoryError,
@@ -281,7 +282,7 @@ class Shape(NamedTuple):
     half: bool
     a_type: str
     b_type: str
-    sign: float
+    is_negative: bool
     a_mn: bool
     b_mn: bool
     columns: int
@@ -299,12 +300,11 @@ def instruction_descriptor(bits: int, kind: str) -> Shape:
             f"{d_code}, {a_code}, {b_code} or sparsity/saturation are "
             "not implemented"
         )
-    sign = (-1.0 if bits >> 13 & 1 else 1.0) * (-1.0 if bits >> 14 & 1 else 1.0)
     return Shape(
         d_code == 0,
         types[a_code],
         types[b_code],
-        sign,
+        bool((bits >> 13 ^ bits >> 14) & 1),
         bool(bits >> 15 & 1),
         bool(bits >> 16 & 1),
         (bits >> 17 & 63) * 8,
@@ -351,7 +351,7 @@ class _Half:
     def __init__(self, cta: Cta, cells: list[Cells]) -> None:
         self.cta = cta
         self.cells = cells
-        self.a: Callable[[], np.ndarray] | None = None
+        self.a: Callable[[], Factors] | None = None
         self.users: list[object] = []
 
     def hold(self, who: str, cells: Cells, access: str) -> None:
@@ -414,7 +414,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                     shape.a_type,
                 )
                 claims.append(_claim(cta, operand, who))
-                half.a = operand.values
+                half.a = operand.factors
             for cells in half.cells:
                 if adds:
                     cta.tmem.check_settled(cells, f"{who} accumulates in")
@@ -422,10 +422,9 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             halves.append(half)
 
         def compute() -> None:
-            parts = [operand.values() for operand in b_parts]
-            b_values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            b = Factors.side_by_side([operand.factors() for operand in b_parts])
             for half in halves:
-                _multiply_half(half, b_values, shape, who if adds else None)
+                _multiply_half(half, b, shape, who if adds else None)
             for cta, claim in claims:
                 cta.shared.end(claim)
             for half in halves:
@@ -455,7 +454,7 @@ def _size(type_: str) -> int:
 
 def _tmem_operand(
     half: _Half, address: int, shape: Shape, group: int, who: str
-) -> Callable[[], np.ndarray]:
+) -> Callable[[], Factors]:
     """A from TMEM: row = lane, packed elements along the columns."""
     if shape.rows // group != 128:
         raise UnknownInstructionError(f"{who}: A from TMEM with {shape.rows // group} rows per CTA")
@@ -466,22 +465,24 @@ def _tmem_operand(
     half.hold(who, cells, "read")
     bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[size]
 
-    def values() -> np.ndarray:
+    def factors() -> Factors:
         tmem.check_written(cells, who)
-        return matrix_values(np.ascontiguousarray(tmem.data[cells]).view(bits), shape.a_type)
+        values = matrix_values(np.ascontiguousarray(tmem.data[cells]).view(bits), shape.a_type)
+        return Factors.of(values, shape.a_type)
 
-    return values
+    return factors
 
 
-def _multiply_half(half: _Half, b_values: np.ndarray, shape: Shape, adds: str | None) -> None:
-    product = half.a() @ b_values.T
-    if shape.sign != 1.0:
-        product *= np.float32(shape.sign)
+def _multiply_half(half: _Half, b: Factors, shape: Shape, adds: str | None) -> None:
+    a, addend = half.a(), None
+    if shape.is_negative:
+        a = a._replace(planes=-a.planes)
     if adds is not None:
         for cells in half.cells:
             half.cta.tmem.check_written(cells, f"{adds} (accumulating)")
-        product += _read_accumulator(half.cta, half.cells, shape.half)
-    _write_accumulator(half.cta, half.cells, product, shape.half)
+        addend = _read_accumulator(half.cta, half.cells, shape.half)
+    rule = Rule(shape.a_type, "f16" if shape.half else "f32")
+    _write_accumulator(half.cta, half.cells, multiply_add(a, b, addend, rule), shape.half)
 
 
 # Copy and commit.

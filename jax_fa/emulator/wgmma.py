@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jax_fa.emulator.decode import Decoder
+from jax_fa.emulator.dot import Factors, Rule, hopper_rule, multiply_add
 from jax_fa.emulator.faults import AsyncHazardError, DivergenceError
 from jax_fa.emulator.layouts import Tile, matrix_descriptor
 from jax_fa.emulator.matrix import ELEMENT_BYTES, SharedOperand
@@ -67,13 +68,14 @@ def a_fragment(registers: list[np.ndarray], type_: str) -> np.ndarray:
 class _Multiply:
     """One issued wgmma of one warp."""
 
-    def __init__(self, accumulator: Accumulator, flight: InFlight) -> None:
+    def __init__(self, accumulator: Accumulator, flight: InFlight, rule: Rule) -> None:
         self.accumulator = accumulator
         self.flight = flight
-        self.a: Callable[[], np.ndarray] | None = None
-        self.b: Callable[[], np.ndarray] | None = None
+        self.rule = rule
+        self.a: Callable[[], Factors] | None = None
+        self.b: Callable[[], Factors] | None = None
         self.adds = True
-        self.signs = 1.0
+        self.is_negative = False
         self.claims: list[tuple[SharedOperand, Claim]] = []
         self.done = False
 
@@ -97,15 +99,15 @@ def _compute(warp: Warp, multiplies: list[_Multiply]) -> None:
         if multiply.done:
             continue
         accumulator = multiply.accumulator
-        product = multiply.a() @ multiply.b().T
-        if multiply.signs != 1.0:
-            product *= np.float32(multiply.signs)
+        addend = None
         if multiply.adds:
-            if accumulator.key in pending:
-                product += pending[accumulator.key][1]
-            else:
-                product += accumulator.load(warp.slots)
-        pending[accumulator.key] = (accumulator, product)
+            held = pending.get(accumulator.key)
+            addend = accumulator.load(warp.slots) if held is None else held[1]
+        a = multiply.a()
+        if multiply.is_negative:
+            a = a._replace(planes=-a.planes)
+        total = multiply_add(a, multiply.b(), addend, multiply.rule)
+        pending[accumulator.key] = (accumulator, total)
         multiply.done = True
         for operand, claim in multiply.claims:
             operand.shared.end(claim)
@@ -141,7 +143,8 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     b_tile = Tile(columns, depth, ELEMENT_BYTES[b_type], b_mn)
     written = sum(1 << index for index in accumulator.key)
     read = sum(1 << r.number for r in a.items) if from_registers else 0
-    signs = float(values[0] * values[1])
+    is_negative = values[0] * values[1] < 0
+    rule = hopper_rule(a_type, d_type)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
@@ -154,21 +157,22 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             )
         slots, shared = warp.slots, warp.cta.shared
         who = f"the wgmma issued by CTA {warp.cta.number} warp {warp.index} at line {ins.line}"
-        issued = _Multiply(accumulator, InFlight(written, read, who, "wgmma.wait_group"))
-        issued.adds, issued.signs = bool(adds(slots)[0]), signs
+        flight = InFlight(written, read, who, "wgmma.wait_group")
+        issued = _Multiply(accumulator, flight, rule)
+        issued.adds, issued.is_negative = bool(adds(slots)[0]), is_negative
         descriptor = matrix_descriptor(int(b_read(slots)[0]), "wgmma")
         operand = SharedOperand(shared, descriptor, b_tile, b_type)
         issued.claims.append((operand, shared.begin_read(operand.chunks, who)))
-        issued.b = operand.values
+        issued.b = operand.factors
         if from_registers:
             fragment = [r(slots) for r in a_reads]
-            issued.a = lambda: a_fragment(fragment, a_type)
+            issued.a = lambda: Factors.of(a_fragment(fragment, a_type), a_type)
         else:
             descriptor = matrix_descriptor(int(a_reads[0](slots)[0]), "wgmma")
             whole = SharedOperand(shared, descriptor, a_tile, a_type)
             issued.claims.append((whole, shared.begin_read(whole.chunks, who)))
             rows = slice(_ROWS * (warp.index % 4), _ROWS * (warp.index % 4) + _ROWS)
-            issued.a = lambda: whole.values()[rows]
+            issued.a = lambda: whole.factors().rows(rows)
         _pipeline(warp).open.append(issued)
         warp.hold(issued.flight)
         machine = warp.machine
