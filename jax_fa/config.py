@@ -41,6 +41,11 @@ _PAIRED_HEADS = (128, 192, 256)
 """Head sizes D whose kernels for the full mask work in pairs."""
 _FAST_EXPONENTIALS = ("sm_103f",)
 """Targets that exponentiate twice as fast as others, and use no polynomials."""
+# For Thor, ptxas takes paired float32 operations apart (its machine code has none; DSL 4.8.1),
+# so issue slots are 576 + 1152 f: D = 64 and 96 do best at f = 0.2, with 820 cycles for both (at
+# f = 12 / 32, 962 counted), and from D = 128 on there is little or nothing to gain.
+_UNPAIRED_POLYNOMIALS = {"sm_110f": {64: 6, 96: 6, 128: 2, 192: 0, 256: 0}}
+"""``_POLYNOMIALS`` for targets without paired operations."""
 _MOST_POLYNOMIALS = {"full": 12, "causal": 8, "general": 6}
 """By mask, whatever D: with D = 64, the next two of causal and of general spill (DSL 4.8.1)."""
 _BLACKWELL_REGISTERS = {"full": (192, 80, 48), "causal": (200, 64, 48), "general": (200, 64, 48)}
@@ -243,7 +248,8 @@ def blackwell_forward(key: KernelKey) -> BlackwellForward:
             f"no forward kernel for D/Dv {key.head_dim}/{key.value_dim} on {key.arch}; "
             f"there are {known}"
         )
-    polynomials = min(_POLYNOMIALS[key.head_dim], _MOST_POLYNOMIALS[key.mask])
+    by_head = _UNPAIRED_POLYNOMIALS.get(key.arch, _POLYNOMIALS)
+    polynomials = min(by_head[key.head_dim], _MOST_POLYNOMIALS[key.mask])
     if key.arch in _FAST_EXPONENTIALS:
         polynomials = 0
     ctas = 2 if key.mask == "full" and key.head_dim in _PAIRED_HEADS else 1
