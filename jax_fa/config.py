@@ -34,9 +34,8 @@ _POLYNOMIALS = {64: 12, 96: 8, 128: 6, 192: 4, 256: 6}
 # of 1280, in a pair 864; 256, where one query tile pays for writing: 2560 of 2048, in a pair 1536,
 # with 32 bytes a cycle from the L2 cache instead of 64. So pairs from D = 128 on. (Half of 96
 # columns is no whole panel of a swizzle.) Only under a full mask: elsewhere the two CTAs of a pair
-# see different keys, and both would work on all that either sees. The price: 512 rows are worked on
-# together, so the second CTA of a head's last pair may have less to do than the first, and with up
-# to 256 queries has nothing.
+# see different keys, and both would work on all that either sees. The price: of an odd number of
+# query blocks by key/value head, one is left to a pair of which the second CTA has nothing to do.
 _PAIRED_HEADS = (128, 192, 256)
 """Head sizes D whose kernels for the full mask work in pairs."""
 _FAST_EXPONENTIALS = ("sm_103f",)
@@ -156,8 +155,8 @@ class BlackwellForward:
         softmax_registers: per thread of the softmax roles, multiple of 8.
         correct_registers: per thread of the role correct, multiple of 8.
         other_registers: per thread of all others, multiple of 8.
-        ctas: that share their products; two on neighbouring query blocks keep one half of every
-            key and value block each.
+        ctas: that share their products; two on query blocks of one key/value head keep one half of
+            every key and value block each.
         block_q: query rows of a CTA, 128 or 256.
     """
 

@@ -9,6 +9,7 @@ import pytest
 from oracle import Results, assert_close, tolerance
 from recording import build, needs_compiler, needs_dsl, record
 
+from jax_fa import roofline
 from jax_fa.band import UNBOUNDED, Band
 from jax_fa.config import BLACKWELL, BLACKWELL_HEADS, KernelKey, choose_forward
 from jax_fa.emulator import Memory, emulate
@@ -91,6 +92,21 @@ def test_full_masks_of_large_heads_are_worked_on_in_pairs():
     with pytest.raises(PlanError, match="causal mask"):
         key = KernelKey("sm_100f", "bfloat16", 128, 128, "causal")
         plan.forward_plan(key, replace(choose_forward(key), ctas=2))
+
+
+def test_pairs_are_for_heads_that_keep_shared_memory_as_busy_as_the_slowest_other_unit():
+    gpu = roofline.gpu_of("sm100")
+    for heads in BLACKWELL_HEADS:
+        config = choose_forward(KernelKey("sm_100f", "bfloat16", *heads, "full"))
+        q_tiles = config.block_q // 128
+        busy = {}
+        for ctas in (1, 2):
+            cycles = roofline.forward(gpu, heads, config.polynomials / 32, ctas=ctas)
+            busy[ctas] = cycles.smem + roofline.fill_cycles(heads, ctas * q_tiles)
+        others = max(cycles._replace(smem=0))
+        # Half of 96 columns is no whole panel of a swizzle.
+        assert (config.ctas == 2) == (busy[1] >= others and heads != (96, 96))
+        assert busy[config.ctas] < others or heads == (96, 96)
 
 
 def test_a_cta_of_a_pair_loads_half_of_every_block_and_arrives_at_the_first():
@@ -203,9 +219,19 @@ def test_a_pair_of_ctas_is_right_on_the_emulator(tmp_path, head_dim, value_dim):
     for seed in range(5):
         results, wanted, report = run(built, key, (600, 300), (1, 1), seed)
         assert_close(results, wanted, "bfloat16")
+    check_traffic(report, key, -(-600 // choose_forward(key).block_q))
+    # One query block by head: of three that share keys, two make a pair, and one is left over.
+    results, wanted, report = run(built, key, (100, 300), (6, 2), 5)
+    assert_close(results, wanted, "bfloat16")
+    check_traffic(report, key, 3, 2)
+
+
+def check_traffic(report, key, q_blocks, kv_heads=1):
+    """What a pair moves, if each of ``kv_heads`` has ``q_blocks`` and 3 blocks of keys."""
+    head_dim, value_dim = key.head_dim, key.value_dim
     # In a turn, a pair loads 2 or 4 query tiles, and once for both CTAs 3 key and value blocks.
     q_tiles = 2 * choose_forward(key).block_q // 128
-    turns = -(-600 // (128 * q_tiles))
+    turns = -(-q_blocks // 2) * kv_heads
     loaded = q_tiles * 128 * head_dim + 3 * 128 * (head_dim + value_dim)
     assert report.counters["bytes TMA load"] == 2 * turns * loaded
     # The products of each query tile read its Q from shared memory, and half of K and V.

@@ -91,8 +91,10 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
     """The tile at a position of this CTA's list."""
     if const_expr(not variant.config.is_persistent):
         tile = tiles.one_per_cta(x.order, slot)
+    elif const_expr(variant.plan.ctas > 1):
+        tile = tiles.cluster_order(x.order, slot, variant.plan.ctas)
     elif const_expr(variant.key.mask == "full"):
-        tile = tiles.row_order(x.order, slot, variant.plan.ctas)
+        tile = tiles.row_order(x.order, slot)
     elif const_expr(variant.key.mask == "causal"):
         tile = tiles.longest_first(x.order, slot)
     else:

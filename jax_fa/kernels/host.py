@@ -120,7 +120,7 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall) -> tuple:
     key, config, ctas = variant.key, variant.config, variant.plan.ctas
     num_splits = call.scalars.num_splits
     (batch, q_len, num_q_heads), (_, kv_len, num_kv_heads) = call.queries, call.keys
-    num_q_blocks = cute.ceil_div(q_len, config.block_q * ctas)
+    num_q_blocks = cute.ceil_div(q_len, config.block_q)
     if const_expr(variant.is_general):
         if tiles.is_present(call.scalars.sequences.cu_seqlens_q):
             # Each sequence, and what lies behind the last, may end in a partly filled block.
@@ -130,21 +130,21 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall) -> tuple:
         # Every part of a tile counts as a head of its own: work_on in forward_work.
         num_q_heads, group = num_q_heads * num_splits, group * num_splits
     kv_bytes = kv_len * (2 * (key.head_dim + key.value_dim)) // group
-    num_clusters = call.num_sms
+    num_ctas = call.num_sms
     if const_expr(ctas > 1):
-        num_clusters = cutlass.max(call.num_sms // ctas, 1)
+        num_ctas = cutlass.max(call.num_sms // ctas, 1) * ctas
     order = tiles.make_order(
-        batch * num_q_heads, num_q_heads, group, num_q_blocks, kv_bytes, num_clusters
+        batch * num_q_heads, num_q_heads, group, num_q_blocks, kv_bytes, num_ctas
     )
-    num_tiles = order.num_heads * num_q_blocks
+    num_tiles = tiles.num_tiles(order, ctas)
     if const_expr(config.is_persistent):
-        num_clusters = cutlass.min(num_clusters, num_tiles)
+        num_ctas = cutlass.min(num_ctas, num_tiles)
     else:
-        num_clusters = num_tiles
+        num_ctas = num_tiles
     if const_expr(variant.is_general):
         if tiles.is_present(call.scalars.q_segments):
-            num_clusters = num_tiles
-    return order, num_clusters * ctas
+            num_ctas = num_tiles
+    return order, num_ctas
 
 
 def forward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:

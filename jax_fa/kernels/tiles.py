@@ -5,6 +5,7 @@ A tile is ``block_q`` query rows of one head of one sequence. Persistent kernels
 tells another what comes next.
 
 * ``row_order``: the q blocks of a head, then the next head: for work where all tiles cost the same.
+* ``cluster_order``: the same for clusters of CTAs that share keys and values.
 * ``longest_first``: heads in bands whose keys and values fit the L2 cache together; in a band,
   the last q block of every head, then the one before it. Under a causal mask costs fall along this
   order, so every second round runs backwards: the CTA with the longest tile of one round has the
@@ -83,21 +84,47 @@ def rank_in_cluster(ctas: int) -> Int32 | int:
     return 0 if ctas == 1 else cute.arch.block_idx()[0] % ctas
 
 
-def row_order(order: Order, slot: Int32, ctas: int = 1) -> Tile:
-    """The tile at position ``slot`` of this CTA's share of all tiles, head by head.
-
-    The ``ctas`` of a cluster share their positions and have neighbouring q blocks, which together
-    are one to ``order``; of the last, some may lie behind the head's last row.
-    """
+def row_order(order: Order, slot: Int32) -> Tile:
+    """The tile at position ``slot`` of this CTA's share of all tiles, head by head."""
     cta, *_ = cute.arch.block_idx()
     num_ctas, *_ = cute.arch.grid_dim()
-    index = slot * (num_ctas // ctas) + cta // ctas
+    index = slot * num_ctas + cta
     return _tile(
         order,
         slot,
         index < order.num_heads * order.num_q_blocks,
         index // order.num_q_blocks,
-        (order.num_q_blocks - 1 - index % order.num_q_blocks) * ctas + rank_in_cluster(ctas),
+        order.num_q_blocks - 1 - index % order.num_q_blocks,
+    )
+
+
+def num_tiles(order: Order, ctas: int = 1) -> Int32:
+    """Tiles of all heads; for ``cluster_order`` with those that fill up the last clusters."""
+    return order.num_heads // order.group * _tiles_of_group(order, ctas)
+
+
+def _tiles_of_group(order: Order, ctas: int) -> Int32:
+    """Tiles of the query heads of a key/value head, filled up to whole clusters."""
+    return cute.ceil_div(order.group * order.num_q_blocks, ctas) * ctas
+
+
+def cluster_order(order: Order, slot: Int32, ctas: int) -> Tile:
+    """The same, where the ``ctas`` CTAs of a cluster work on tiles that see the same keys.
+
+    Tiles follow each other by key/value head, query head, q block. What the last cluster of a
+    key/value head lacks are q blocks behind the last row.
+    """
+    cta, *_ = cute.arch.block_idx()
+    num_ctas, *_ = cute.arch.grid_dim()
+    index, of_group = slot * num_ctas + cta, _tiles_of_group(order, ctas)
+    place = index % of_group
+    head = cutlass.min(place // order.num_q_blocks, order.group - 1)
+    return _tile(
+        order,
+        slot,
+        index < num_tiles(order, ctas),
+        index // of_group * order.group + head,
+        place - head * order.num_q_blocks,
     )
 
 

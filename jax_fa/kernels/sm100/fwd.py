@@ -170,8 +170,8 @@ def _dispatch(variant: cutlass.Constexpr, x: Context, warp: Int32, shared: tuple
         stats, scaled = zip(*((tile.stats[1], tile.scaled[0]) for tile in of_tiles), strict=True)
         fwd_softmax.correct(variant, x, fwd_softmax.CorrectPipes(stats, scaled, o[1], out[0]))
         # HAZARD: tensor memory is given back when nobody reads it any more; its last readers are
-        # the four warps of this role. A pair gives back together; and neither of its CTAs may end
-        # while the other still arrives at its barriers.
+        # the four warps of this role. A pair gives it back together, when neither CTA has anything
+        # left to do with it (PTX ISA, "Issue Granularity" of tcgen05).
         if const_expr(plan.ctas == 2):
             primitives.cluster_sync()
         else:

@@ -15,13 +15,13 @@ both parts of P have been waited for, so no thread still stores to it. Hence the
 need no "empty" barrier, and each query tile can start its next S without regard to the other.
 
 # Note [A pair of CTAs]
-With ``ctas`` = 2, two CTAs work on neighbouring query blocks of a head against the same key blocks,
-and each product is one for both: 256 rows of Q or P, of which each CTA has its 128, times a block
-of which each CTA holds half, K by rows and V by columns, since both are cut along the product's N.
-S, P and O of a CTA's rows are in its own tensor memory, so the softmax, correct and store roles do
-not know the difference. Every CTA loads its halves; the first issues the products; who arrives
-where is said in edges.py, what for in config.py, at ``_PAIRED_HEADS`` (kernel design after
-FlashAttention-4, arXiv:2603.05451).
+With ``ctas`` = 2, two CTAs work on query blocks that see the same key/value head, be they of one
+query head or of two, and each product is one for both: 256 rows of Q or P, of which each CTA has
+its 128, times a block of which each CTA holds half, K by rows and V by columns, since both are cut
+along the product's N. S, P and O of a CTA's rows are in its own tensor memory, so the softmax,
+correct and store roles do not know the difference. Every CTA loads its halves; the first issues the
+products; who arrives where is said in edges.py, what for in config.py, at ``_PAIRED_HEADS`` (kernel
+design after FlashAttention-4, arXiv:2603.05451).
 
 # Note [One row per thread]
 The 32x32b shape of tcgen05.ld gives every thread one row, where Hopper's accumulator spreads a row
