@@ -72,7 +72,7 @@ def loops_by_definition(edges, size):
         return seen
 
     everything = reachable()
-    found = {}
+    found: dict[int, set[int]] = {}
     for tail, head in edges:
         if tail in everything and (tail == head or tail not in reachable(without=head)):
             body, pending = {head}, [tail]

@@ -69,7 +69,7 @@ def test_work_is_what_the_roofline_says_and_units_do_one_thing_at_a_time():
 
 def test_a_product_waits_for_what_it_reads():
     spans = timeline.play(timeline.Design(), COSTS, blocks=4)
-    ends = {}
+    ends: dict[tuple[str, str], list[float]] = {}
     for span in spans:
         ends.setdefault((span.who, span.what), []).append(span.end)
     second_part = [span for span in spans if span.what == "PV1 rest"]

@@ -13,7 +13,7 @@ B200, B300, THOR, H100, H200 = (BY_NAME[n] for n in ("B200", "B300", "Thor", "H1
 
 def problem(q_len=4096, kv_len=4096, heads=(16, 16), sizes=(128, 128), **band):
     semantics = Semantics(0.1, Band(**band))
-    return Problem("bfloat16", 2, 2, q_len, kv_len, *heads, *sizes, semantics)
+    return Problem("bfloat16", 2, 2, q_len, kv_len, *heads, *sizes, semantics)  # type: ignore[call-arg]
 
 
 # ------------------------------------------------------------------------------- cycles of a tile

@@ -44,7 +44,7 @@ def test_every_plan_fits_the_hardware(key):
 @pytest.mark.parametrize("heads", [(192, 128), (256, 256)])
 def test_head_sizes_without_a_kernel_are_refused_with_those_that_have_one(heads):
     with pytest.raises(NotImplementedError, match=f"{heads[0]}/{heads[1]}.*128/128"):
-        choose_backward(KernelKey("sm_100f", "bfloat16", *heads, "full"))
+        choose_backward(KernelKey("sm_100f", "bfloat16", heads[0], heads[1], "full"))
 
 
 def test_shared_memory_takes_no_more_cycles_than_the_design_allows():
@@ -121,7 +121,10 @@ def scratch_for(operands, num_sequences, deterministic):
     tiles = abi.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
     splits = abi.head_splits(tiles, num_heads // num_kv_heads)
     sums = (splits, operands.k.size + operands.v.size)
-    scratch = {"dq_sum": (num_heads, rows, head_dim), "row_stats": (2, num_heads, rows)}
+    scratch: dict[str, tuple[int, ...]] = {
+        "dq_sum": (num_heads, rows, head_dim),
+        "row_stats": (2, num_heads, rows),
+    }
     scratch |= {"dkv_sums": sums} if splits > 1 else {}
     arrays = {name: np.full(shape, np.nan, np.float32) for name, shape in scratch.items()}
     if deterministic:
@@ -150,7 +153,7 @@ def call(built, case, *, seed=0, deterministic=False, num_sms=2, options=None):
         arrays["dsinks"] = results["dsinks"] = np.full_like(operands.sinks, np.nan)
     memory, band = Memory(), case.semantics.band
     arrays = {x: np.ascontiguousarray(y) for x, y in arrays.items() if y is not None}
-    values = {
+    values: dict[str, float] = {
         name: memory.add(name, array.view(np.uint16) if array.itemsize == 2 else array)
         for name, array in arrays.items()
     }

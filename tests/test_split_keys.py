@@ -145,7 +145,7 @@ def run(built, operands, semantics, *, num_splits, seed):
     arrays |= {"out": out, "lse": lse}
     for name, (shape, dtype) in abi.forward_scratch_shapes(p, num_splits).items():
         arrays[name] = np.full(shape, np.nan, dtype)
-    values = {name: memory.add(name, x) for name, x in arrays.items()}
+    values: dict[str, float] = {name: memory.add(name, x) for name, x in arrays.items()}
     extents = "batch num_sequences q_len kv_len num_q_heads num_kv_heads".split()
     values |= {name: getattr(p, name) for name in extents}
     band = semantics.band

@@ -43,7 +43,7 @@ def test_loss_and_gradients_are_those_of_the_cpu_kernels():
 
 
 def test_a_whole_training_step_runs():
-    losses = {}
+    losses: dict[str, list[float]] = {}
     for implementation in ("emulated", "cpu"):
         with jax_fa.emulation("sm100"):
             trainer, state = make_trainer(replace(TINY, implementation=implementation), TRAINING)

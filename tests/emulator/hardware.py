@@ -164,7 +164,7 @@ class Recorded(NamedTuple):
 def archive() -> dict[str, bytes]:
     """The members of ``kernels.tar.xz``."""
     with tarfile.open(FOLDER / "kernels.tar.xz") as tar:
-        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore
+        return {member.name: tar.extractfile(member).read() for member in tar}
 
 
 def write_archive(members: dict[str, bytes]) -> None:
