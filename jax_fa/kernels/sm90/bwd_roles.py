@@ -159,6 +159,7 @@ def step(
     goes first, so that dV and dK run while it is added: adding is what limits this kernel (on an
     H200, D = 128, T = 16384: 557 TFLOP/s, without adding 753; dV before the barrier of dS 529).
     """
+    has_soft_cap = variant.key.has_soft_cap
     q, dout = pipes
     work, at = where
     used = work.window.q_len - at.q_block * variant.config.block_q
@@ -167,40 +168,40 @@ def step(
         if used < variant.config.block_q:
             scrub(variant, c, x.smem.q[None, None, q_full.index], used)
     primitives.multiply(c.s_mma, c.s, (c.k, c.q[None, None, None, q_full.index]), False)
-    dout_full = dout.wait_and_advance()
-    if const_expr(variant.is_general):
-        if used < variant.config.block_q:
-            scrub(variant, c, x.smem.dout[None, None, dout_full.index], used)
     dp = c.s_mma.make_fragment_C(c.s.shape)
-    primitives.multiply(c.s_mma, dp, (c.v, c.dout[None, None, None, dout_full.index]), False)
-    warpgroup.wait_group(1)
-    if const_expr(variant.key.has_soft_cap):
+    if const_expr(has_soft_cap):
+        warpgroup.wait_group(0)
         softmax.cap(c.s, x.scalars.cap_inner_log2)
+    else:
+        dout, dout_full = start_dp(variant, x, c, dout, (used, dp))
+        warpgroup.wait_group(1)
     is_edge = (at.q_block < work.blocks.full_start) | (at.q_block >= work.blocks.full_end)
     if is_edge | work.is_partial:
         mask_block(variant, x, c, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
-    exponentiate(variant, c, x.smem.lse2[None, q_full.index], x.scalars.score_log2, p)
+    slope = cute.make_rmem_tensor_like(p) if const_expr(has_soft_cap) else p
+    exponentiate(variant, c, x.smem.lse2[None, q_full.index], x.scalars.score_log2, (p, slope))
+    if const_expr(has_soft_cap):
+        # P and slope take the room of S; there is none for dP beside that.
+        dout, dout_full = start_dp(variant, x, c, dout, (used, dp))
     if const_expr(not variant.config.splits_keys):
-        cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, at.parity])
+        cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, q_full.index])
     warpgroup.wait_group(0)
-    differentiate(c, x.smem.delta[None, dout_full.index], p, dp)
-    if const_expr(variant.key.has_soft_cap):
-        dp.store(dp.load() * c.s.load())
+    differentiate(c, x.smem.delta[None, dout_full.index], slope, dp)
     primitives.narrow(dp, ds)
-    cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, at.parity])
+    cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, q_full.index])
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
     barrier = variant.plan.barrier("ds")
     cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
 
     dq = c.dq_mma.make_fragment_C(c.dq_mma.partition_shape_C(variant.dq_shape))
-    primitives.multiply(c.dq_mma, dq, (c.ds[None, None, None, at.parity], c.k_rows), False)
+    primitives.multiply(c.dq_mma, dq, (c.ds[None, None, None, q_full.index], c.k_rows), False)
     if const_expr(variant.config.splits_keys):
         p_keys, ds_keys = as_operand(variant, c.dv_mma, p), as_operand(variant, c.dk_mma, ds)
     else:
-        p_keys = c.p_keys[None, None, None, at.parity]
-        ds_keys = c.ds_keys[None, None, None, at.parity]
+        p_keys = c.p_keys[None, None, None, q_full.index]
+        ds_keys = c.ds_keys[None, None, None, q_full.index]
     dout_rows = c.dout_rows[None, None, None, dout_full.index]
     primitives.multiply(c.dv_mma, c.dv, (p_keys, dout_rows), True)
     q_rows = c.q_rows[None, None, None, q_full.index]
@@ -218,6 +219,18 @@ def step(
     warpgroup.wait_group(0)
     q_full.release()
     return q, dout
+
+
+@cute.jit
+def start_dp(variant: cutlass.Constexpr, x: Context, c: Consumer, dout: object, into: tuple):
+    """Issues dP = V dO^T once dO is there; ``into`` is (rows that are present, accumulator)."""
+    used, dp = into
+    dout_full = dout.wait_and_advance()
+    if const_expr(variant.is_general):
+        if used < variant.config.block_q:
+            scrub(variant, c, x.smem.dout[None, None, dout_full.index], used)
+    primitives.multiply(c.s_mma, dp, (c.v, c.dout[None, None, None, dout_full.index]), False)
+    return dout, dout_full
 
 
 def as_operand(variant: Variant, mma: cute.TiledMma, rounded: cute.Tensor) -> cute.Tensor:
@@ -238,40 +251,47 @@ def exponentiate(
     c: Consumer,
     lse2: cute.Tensor,
     score_log2: Float32,
-    p: cute.Tensor,
+    rounded: tuple,
 ):
-    """P from the scores; of capped scores, the slope of the cap is left in their place."""
+    """P from the scores, and dP/dS of the softmax's inner score: P times the slope of the cap.
+
+    Both go to ``rounded``, which without a cap names one tensor twice. They are rounded pair by
+    pair: floats of a whole block beside dP are more than there are registers.
+    """
     by_key = primitives.by_row(c.s)
-    probabilities = cute.make_rmem_tensor_like(c.s)
-    p_by_key = primitives.by_row(probabilities)
+    p_words, slope_words = (cute.recast_tensor(tensor, Int32) for tensor in rounded)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = column_pair(c, lse2, group)
         for r in cutlass.range_constexpr(softmax.ROWS):
-            for i in cutlass.range_constexpr(2):
-                score = by_key[r, 2 * group + i]
-                z = score * score_log2 - pair[i]
-                p_by_key[r, 2 * group + i] = cute.math.exp2(z, fastmath=True)
-                if const_expr(variant.key.has_soft_cap):
-                    # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
-                    by_key[r, 2 * group + i] = cute.arch.fmax(1.0 - score * score, 0.0)
-    primitives.narrow(probabilities, p)
+            scores = [by_key[r, 2 * group + i] for i in range(2)]
+            p = [
+                cute.math.exp2(scores[i] * score_log2 - pair[i], fastmath=True) for i in range(2)
+            ]
+            word = softmax.ROWS * group + r
+            p_words[word] = primitives.narrow_pair(*p, variant.dtype)
+            if const_expr(variant.key.has_soft_cap):
+                # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+                slope = [cute.arch.fmax(1.0 - s * s, 0.0) for s in scores]
+                product = (p[0] * slope[0], p[1] * slope[1])
+                slope_words[word] = primitives.narrow_pair(*product, variant.dtype)
 
 
 @cute.jit
-def differentiate(c: Consumer, delta: cute.Tensor, p: cute.Tensor, dp: cute.Tensor):
-    """Computes dS = P (dP - delta), in place of dP.
+def differentiate(c: Consumer, delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
+    """Computes dS = slope (dP - delta), in place of dP.
 
-    P is what dV uses, rounded: the float32 one would occupy registers that the next S needs.
+    Without a cap the slope is P as dV uses it, rounded: the float32 one would occupy registers
+    that the next S needs.
     """
     by_key = primitives.by_row(dp)
-    words = cute.recast_tensor(p, Int32)
+    words = cute.recast_tensor(slope, Int32)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = column_pair(c, delta, group)
         for r in cutlass.range_constexpr(softmax.ROWS):
-            p_pair = primitives.widen(words[softmax.ROWS * group + r], p.element_type)
+            factors = primitives.widen(words[softmax.ROWS * group + r], slope.element_type)
             for i in cutlass.range_constexpr(2):
                 at = (r, 2 * group + i)
-                by_key[at] = p_pair[i] * (by_key[at] - pair[i])
+                by_key[at] = factors[i] * (by_key[at] - pair[i])
 
 
 @cute.jit
@@ -335,8 +355,8 @@ def keep_turns(variant: cutlass.Constexpr, x: Context):
                 taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
             cute.arch.barrier_arrive(barrier_id=turn.index, number_of_threads=turn.threads)
             cute.arch.barrier(barrier_id=added.index, number_of_threads=added.threads)
-            # HAZARD: all that the consumers added must be visible before the next one's turn.
-            cute.arch.fence_acq_rel_gpu()
+            # HAZARD: all that the consumers added must be visible before the next one's turn. What
+            # they did before the barrier comes before the release.
             if is_first_lane:
                 cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
             at = following(work, at)
