@@ -231,3 +231,16 @@ def first_kv_block(
     Those that have it are consecutive, so this numbers them: it gives every key block its turn.
     """
     return maximum(0, q_block * block_q - window.left + window.shift) // block_kv
+
+
+def last_kv_block(
+    window: Window,
+    q_block: Any,
+    block_kv: int,
+    block_q: int,
+    *,
+    minimum: Callable[..., Any] = min,
+) -> Any:
+    """The last of the key blocks whose first is ``first_kv_block``."""
+    last_row = q_block * block_q + (block_q - 1)
+    return minimum(last_row + window.right + window.shift, window.kv_len - 1) // block_kv

@@ -14,6 +14,7 @@ from jax_fa.band import (
     first_kv_block,
     key_range,
     kv_blocks,
+    last_kv_block,
     q_blocks,
     row_range,
 )
@@ -106,6 +107,8 @@ def test_key_blocks_of_a_query_block_are_numbered_from_its_first(block_q, block_
             first = first_kv_block(window, q_block, block_kv, block_q)
             turns = [kv_block - first for kv_block in kv_blocks_of_it]
             assert turns == list(range(len(turns))), window
+            last = last_kv_block(window, q_block, block_kv, block_q)
+            assert last == kv_blocks_of_it[-1], window
 
 
 def test_blocks_outside_the_band_are_skipped():

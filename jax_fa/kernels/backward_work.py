@@ -80,18 +80,28 @@ class Step(NamedTuple):
 
 
 @cute.jit
-def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
+def tile_at(
+    variant: cutlass.Constexpr, x: Any, slot: Int32, ascends: cutlass.Constexpr[bool] = False
+) -> tiles.Tile:
     """The tile at a position of this CTA's list.
 
     The first key block comes first: with a causal mask it has the most queries, and it waits for
-    no other in a deterministic run (``keep_turns``).
+    no other in a deterministic run whose steps do not ascend. ``ascends`` says that a deterministic
+    run's do (Note [Turns] in ``sm90/bwd_roles.py``); its last key block comes first.
     """
     tile = tiles.row_order(x.order, slot)
     if const_expr(variant.key.mask == "causal"):
         tile = tiles.longest_first(x.order, slot)
+        if const_expr(ascends):
+            if x.scalars.deterministic != 0:
+                tile = tiles.one_per_cta(x.order, slot)
     if const_expr(variant.is_general):
         tile = tiles.one_per_cta(x.order, slot)
-    return tile._replace(q_block=x.order.num_q_blocks - 1 - tile.q_block)
+    block = x.order.num_q_blocks - 1 - tile.q_block
+    if const_expr(ascends):
+        if x.scalars.deterministic != 0:
+            block = tile.q_block
+    return tile._replace(q_block=block)
 
 
 def band_of(variant: Any, x: Any, tile: tiles.Tile) -> tuple:
@@ -161,10 +171,12 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
 
 
 @cute.jit
-def find_segment_rows(variant: cutlass.Constexpr, x: Any) -> None:
+def find_segment_rows(
+    variant: cutlass.Constexpr, x: Any, ascends: cutlass.Constexpr[bool] = False
+) -> None:
     """Narrows the tile's queries by segments, into ``smem.segment_rows``. The whole CTA calls."""
     scalars, config = x.scalars, variant.config
-    tile, span, window, blocks = band_of(variant, x, tile_at(variant, x, Int32(0)))
+    tile, span, window, blocks = band_of(variant, x, tile_at(variant, x, Int32(0), ascends))
     keys = scalars.kv_segments + (tile.batch * scalars.keys.q_len + span.q_start)
     rows = scalars.q_segments + (tile.batch * scalars.keys.kv_len + span.kv_start)
     first_key = tile.q_block * config.block_kv
@@ -174,18 +186,20 @@ def find_segment_rows(variant: cutlass.Constexpr, x: Any) -> None:
     segments.scan(x.smem.segment_rows, rows, searched, wanted, variant.plan.threads)
 
 
-def first_step(work: Work, parity: Int32) -> Step:
-    """Where a tile begins: at its last query block."""
-    return Step(work.blocks.end - 1, work.first_head, parity)
+def first_step(work: Work, parity: Int32, ascends: bool = False) -> Step:
+    """Where a tile begins: at its last query block, or at its first if steps ascend."""
+    block = work.blocks.start if ascends else work.blocks.end - 1
+    return Step(block, work.first_head, parity)
 
 
 @cute.jit
-def following(work: Work, at: Step) -> Step:
-    """The step after ``at``: the next head, or the query block before."""
+def following(work: Work, at: Step, ascends: cutlass.Constexpr[bool] = False) -> Step:
+    """The step after ``at``: the next head, or the query block before, or behind if they ascend."""
     head = at.head + 1
     is_last = head == work.first_head + work.num_heads
+    block = at.q_block + (1 if ascends else -1)
     return Step(
-        at.q_block - 1 if is_last else at.q_block,
+        block if is_last else at.q_block,
         work.first_head if is_last else head,
         1 - at.parity,
     )

@@ -107,14 +107,19 @@ def first_column(thread: Int32) -> Int32:
 @cute.jit
 def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
     """Rounds float32 ``source`` into 16-bit ``target``, element i to element i, in pairs."""
-    kind = "bf16x2" if cutlass.const_expr(target.element_type is BFloat16) else "f16x2"
     pairs = cute.recast_tensor(target, Int32)
     for i in cutlass.range_constexpr(cute.size(pairs)):
-        pairs[i] = cute.arch.inline_ptx(
-            "cvt.rn." + kind + ".f32 {$w0}, {$r1}, {$r0};",
-            write_only_types=[Int32],
-            read_only_args=[source[2 * i], source[2 * i + 1]],
-        )
+        pairs[i] = narrow_pair(source[2 * i], source[2 * i + 1], target.element_type)
+
+
+def narrow_pair(low: Float32, high: Float32, dtype: type) -> Int32:
+    """A word of two elements of type ``dtype``, rounded."""
+    kind = "bf16x2" if dtype is BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        "cvt.rn." + kind + ".f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Int32],
+        read_only_args=[low, high],
+    )
 
 
 @cute.jit

@@ -98,7 +98,7 @@ def kernel(
     x = Context(tma, arrays, scratch, scalars, order, smem)
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
-            find_segment_rows(variant, x)
+            find_segment_rows(variant, x, ascends=True)
             cute.arch.sync_threads()
     if warp < plan.role("attend").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
@@ -153,13 +153,16 @@ def launch(variant: cutlass.Constexpr, call: host.BackwardCall):
         num_sms,
     )
     if const_expr(variant.key.mask == "full"):
-        # In a deterministic run the key blocks of a head follow each other, a step apart. Whole
+        # In a deterministic run the key blocks of a head follow each other, a turn apart. Whole
         # heads on the CTAs of a round keep every CTA at its distance from the others.
         if (scalars.deterministic != 0) & (num_kv_blocks < num_sms):
             num_sms = num_sms // num_kv_blocks * num_kv_blocks
     num_ctas = cutlass.min(num_sms, order.num_heads * num_kv_blocks)
     if const_expr(variant.is_general):
         num_ctas = order.num_heads * num_kv_blocks
+    if const_expr(variant.key.mask == "causal"):
+        if scalars.deterministic != 0:
+            num_ctas = order.num_heads * num_kv_blocks
     kernel(
         variant,
         Tma(**{name: atom for name, (atom, _) in made.items()}),

@@ -1,11 +1,23 @@
-"""The roles of the Hopper backward: load, attend, keep_turns. ``bwd.py`` has the picture."""
+"""The roles of the Hopper backward: load, attend, keep_turns. ``bwd.py`` has the picture.
+
+Note [Turns]
+In a deterministic run the key blocks that see a query block add to its dQ in a fixed order: from
+the last of them to the first, counted in ``Scratch.turns``. From one addition to the next passes a
+time of the order of a step (on an H200, D = 256, about 3 us). So the order of work must give every
+key block a later start than its predecessor, or waiting makes up for it. Hence, in a deterministic
+run, steps ascend, and tiles are handed out by the hardware, the last key block of a head first:
+under a causal mask it has the fewest queries, which makes room for the next; and its first query
+block is one that the next does not begin with.
+Descending from the first key block, longest tiles first, as other runs do, all key blocks begin
+with the same query block: with D = 256, causal, that cost 36 % (T = 1024) to 53 % (T = 16384).
+"""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from jax_fa.band import first_kv_block, row_range
+from jax_fa.band import last_kv_block, row_range
 from jax_fa.kernels import backward_rows, edges, primitives, softmax, tiles
 from jax_fa.kernels.backward_work import Step, Work, first_step, following, tile_at, work_on
 from jax_fa.kernels.sm90.bwd_work import Consumer, Context, Pipes, Variant
@@ -16,7 +28,7 @@ from jax_fa.kernels.sm90.plan import ROWS
 def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
     """Fetches a tile's keys and values, and for each of its heads all query blocks. One warp."""
     k, v, q, dout = pipes.k, pipes.v, pipes.q, pipes.dout
-    tile = tile_at(variant, x, Int32(0))
+    tile = tile_at(variant, x, Int32(0), ascends=True)
     while tile.is_valid:
         work = work_on(variant, x, tile)
         if work.num_steps > 0:
@@ -24,14 +36,17 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
             load_keys(variant, (x.tma.k, x.arrays.k, x.smem.k), work, slot)
             slot = v.acquire_and_advance()
             load_keys(variant, (x.tma.v, x.arrays.v, x.smem.v), work, slot)
-            for i in cutlass.range(work.blocks.end - work.blocks.start, unroll=1):
-                block = work.blocks.end - 1 - i
+            block, stride = work.blocks.end - 1, Int32(-1)
+            if x.scalars.deterministic != 0:
+                block, stride = work.blocks.start, Int32(1)
+            for _ in cutlass.range(work.blocks.end - work.blocks.start, unroll=1):
                 for head in cutlass.range(work.num_heads, unroll=1):
                     slot = q.acquire_and_advance()
                     load_queries(variant, x, work, (head, block), slot)
                     slot = dout.acquire_and_advance()
                     load_douts(variant, x, work, (head, block), slot)
-        tile = tile_at(variant, x, tile.slot + 1)
+                block = block + stride
+        tile = tile_at(variant, x, tile.slot + 1, ascends=True)
     # HAZARD: the CTA may not end while consumers still have arrivals to make here.
     k.tail()
     v.tail()
@@ -94,7 +109,7 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
     c = make_consumer(variant, x, index, thread % edges.WARPGROUP)
     k, v, q, dout = pipes.k, pipes.v, pipes.q, pipes.dout
     parity = Int32(0)
-    tile = tile_at(variant, x, Int32(0))
+    tile = tile_at(variant, x, Int32(0), ascends=True)
     while tile.is_valid:
         work = work_on(variant, x, tile)
         c.dk.fill(0.0)
@@ -109,9 +124,10 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
                     scrub(variant, c, x.smem.v, used)
             at = first_step(work, parity)
             if x.scalars.deterministic != 0:
+                at = first_step(work, parity, ascends=True)
                 for _ in cutlass.range(work.num_steps, unroll=1):
                     q, dout = step(variant, True, x, c, (q, dout), (work, at))
-                    at = following(work, at)
+                    at = following(work, at, ascends=True)
             else:
                 for _ in cutlass.range(work.num_steps, unroll=1):
                     q, dout = step(variant, False, x, c, (q, dout), (work, at))
@@ -120,7 +136,7 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
             v_full.release()
             k_full.release()
         store(variant, x, c, work)
-        tile = tile_at(variant, x, tile.slot + 1)
+        tile = tile_at(variant, x, tile.slot + 1, ascends=True)
 
 
 @cute.jit
@@ -159,6 +175,7 @@ def step(
     goes first, so that dV and dK run while it is added: adding is what limits this kernel (on an
     H200, D = 128, T = 16384: 557 TFLOP/s, without adding 753; dV before the barrier of dS 529).
     """
+    has_soft_cap = variant.key.has_soft_cap
     q, dout = pipes
     work, at = where
     used = work.window.q_len - at.q_block * variant.config.block_q
@@ -167,26 +184,26 @@ def step(
         if used < variant.config.block_q:
             scrub(variant, c, x.smem.q[None, None, q_full.index], used)
     primitives.multiply(c.s_mma, c.s, (c.k, c.q[None, None, None, q_full.index]), False)
-    dout_full = dout.wait_and_advance()
-    if const_expr(variant.is_general):
-        if used < variant.config.block_q:
-            scrub(variant, c, x.smem.dout[None, None, dout_full.index], used)
     dp = c.s_mma.make_fragment_C(c.s.shape)
-    primitives.multiply(c.s_mma, dp, (c.v, c.dout[None, None, None, dout_full.index]), False)
-    warpgroup.wait_group(1)
-    if const_expr(variant.key.has_soft_cap):
+    if const_expr(has_soft_cap):
+        warpgroup.wait_group(0)
         softmax.cap(c.s, x.scalars.cap_inner_log2)
+    else:
+        dout, dout_full = start_dp(variant, x, c, dout, (used, dp))
+        warpgroup.wait_group(1)
     is_edge = (at.q_block < work.blocks.full_start) | (at.q_block >= work.blocks.full_end)
     if is_edge | work.is_partial:
         mask_block(variant, x, c, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
-    exponentiate(variant, c, x.smem.lse2[None, q_full.index], x.scalars.score_log2, p)
+    slope = cute.make_rmem_tensor_like(p) if const_expr(has_soft_cap) else p
+    exponentiate(variant, c, x.smem.lse2[None, q_full.index], x.scalars.score_log2, (p, slope))
+    if const_expr(has_soft_cap):
+        # P and slope take the room of S; there is none for dP beside that.
+        dout, dout_full = start_dp(variant, x, c, dout, (used, dp))
     if const_expr(not variant.config.splits_keys):
         cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, at.parity])
     warpgroup.wait_group(0)
-    differentiate(c, x.smem.delta[None, dout_full.index], p, dp)
-    if const_expr(variant.key.has_soft_cap):
-        dp.store(dp.load() * c.s.load())
+    differentiate(c, x.smem.delta[None, dout_full.index], slope, dp)
     primitives.narrow(dp, ds)
     cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, at.parity])
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
@@ -220,6 +237,18 @@ def step(
     return q, dout
 
 
+@cute.jit
+def start_dp(variant: cutlass.Constexpr, x: Context, c: Consumer, dout: object, into: tuple):
+    """Issues dP = V dO^T once dO is there; ``into`` is (rows that are present, accumulator)."""
+    used, dp = into
+    dout_full = dout.wait_and_advance()
+    if const_expr(variant.is_general):
+        if used < variant.config.block_q:
+            scrub(variant, c, x.smem.dout[None, None, dout_full.index], used)
+    primitives.multiply(c.s_mma, dp, (c.v, c.dout[None, None, None, dout_full.index]), False)
+    return dout, dout_full
+
+
 def as_operand(variant: Variant, mma: cute.TiledMma, rounded: cute.Tensor) -> cute.Tensor:
     """A rounded accumulator as the A operand of ``mma``, in the same registers."""
     operand = mma.make_fragment_A(mma.partition_shape_A((ROWS, variant.config.block_q)))
@@ -238,40 +267,45 @@ def exponentiate(
     c: Consumer,
     lse2: cute.Tensor,
     score_log2: Float32,
-    p: cute.Tensor,
+    rounded: tuple,
 ):
-    """P from the scores; of capped scores, the slope of the cap is left in their place."""
+    """P from the scores, and dP/dS of the softmax's inner score: P times the slope of the cap.
+
+    Both go to ``rounded``, which without a cap names one tensor twice. They are rounded pair by
+    pair: floats of a whole block beside dP are more than there are registers.
+    """
     by_key = primitives.by_row(c.s)
-    probabilities = cute.make_rmem_tensor_like(c.s)
-    p_by_key = primitives.by_row(probabilities)
+    p_words, slope_words = (cute.recast_tensor(tensor, Int32) for tensor in rounded)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = column_pair(c, lse2, group)
         for r in cutlass.range_constexpr(softmax.ROWS):
-            for i in cutlass.range_constexpr(2):
-                score = by_key[r, 2 * group + i]
-                z = score * score_log2 - pair[i]
-                p_by_key[r, 2 * group + i] = cute.math.exp2(z, fastmath=True)
-                if const_expr(variant.key.has_soft_cap):
-                    # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
-                    by_key[r, 2 * group + i] = cute.arch.fmax(1.0 - score * score, 0.0)
-    primitives.narrow(probabilities, p)
+            scores = [by_key[r, 2 * group + i] for i in range(2)]
+            p = [cute.math.exp2(scores[i] * score_log2 - pair[i], fastmath=True) for i in range(2)]
+            word = softmax.ROWS * group + r
+            p_words[word] = primitives.narrow_pair(*p, variant.dtype)
+            if const_expr(variant.key.has_soft_cap):
+                # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+                slope = [cute.arch.fmax(1.0 - s * s, 0.0) for s in scores]
+                product = (p[0] * slope[0], p[1] * slope[1])
+                slope_words[word] = primitives.narrow_pair(*product, variant.dtype)
 
 
 @cute.jit
-def differentiate(c: Consumer, delta: cute.Tensor, p: cute.Tensor, dp: cute.Tensor):
-    """Computes dS = P (dP - delta), in place of dP.
+def differentiate(c: Consumer, delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
+    """Computes dS = slope (dP - delta), in place of dP.
 
-    P is what dV uses, rounded: the float32 one would occupy registers that the next S needs.
+    Without a cap the slope is P as dV uses it, rounded: the float32 one would occupy registers
+    that the next S needs.
     """
     by_key = primitives.by_row(dp)
-    words = cute.recast_tensor(p, Int32)
+    words = cute.recast_tensor(slope, Int32)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = column_pair(c, delta, group)
         for r in cutlass.range_constexpr(softmax.ROWS):
-            p_pair = primitives.widen(words[softmax.ROWS * group + r], p.element_type)
+            factors = primitives.widen(words[softmax.ROWS * group + r], slope.element_type)
             for i in cutlass.range_constexpr(2):
                 at = (r, 2 * group + i)
-                by_key[at] = p_pair[i] * (by_key[at] - pair[i])
+                by_key[at] = factors[i] * (by_key[at] - pair[i])
 
 
 @cute.jit
@@ -310,37 +344,33 @@ def mask_segments(x: Context, c: Consumer, work: Work, at: tuple):
 
 @cute.jit
 def keep_turns(variant: cutlass.Constexpr, x: Context):
-    """In a deterministic run, lets key blocks add to a query block's dQ in their order. One warp.
-
-    All tiles walk from the last query block to the first. Under a causal mask the first key block
-    has the longest way and the first turn everywhere, so waiting hardly lengthens the whole.
-    """
+    """In a deterministic run, says when dQ may be added: Note [Turns]. One warp."""
     config, plan = variant.config, variant.plan
     turn, added = plan.barrier("turn"), plan.barrier("added")
     is_first_lane = cute.arch.lane_idx() == 0
-    tile = tile_at(variant, x, Int32(0))
+    tile = tile_at(variant, x, Int32(0), ascends=True)
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        at = first_step(work, Int32(0))
+        at = first_step(work, Int32(0), ascends=True)
         for _ in cutlass.range(work.num_steps, unroll=1):
-            first = first_kv_block(
-                work.window, at.q_block, config.block_kv, config.block_q, maximum=cutlass.max
+            last = last_kv_block(
+                work.window, at.q_block, config.block_kv, config.block_q, minimum=cutlass.min
             )
             row = work.scratch_row // config.block_q + at.q_block
             counter = x.scratch.turns.iterator + (
                 at.head * cute.size(x.scratch.turns, mode=[0]) + row
             )
             taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            while taken < work.tile.q_block - first:
+            while taken < last - work.tile.q_block:
                 taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
             cute.arch.barrier_arrive(barrier_id=turn.index, number_of_threads=turn.threads)
             cute.arch.barrier(barrier_id=added.index, number_of_threads=added.threads)
-            # HAZARD: all that the consumers added must be visible before the next one's turn.
-            cute.arch.fence_acq_rel_gpu()
+            # HAZARD: all that the consumers added must be visible before the next one's turn. They
+            # added it before the barrier, hence before this release.
             if is_first_lane:
                 cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
-            at = following(work, at)
-        tile = tile_at(variant, x, tile.slot + 1)
+            at = following(work, at, ascends=True)
+        tile = tile_at(variant, x, tile.slot + 1, ascends=True)
 
 
 @cute.jit
