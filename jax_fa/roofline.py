@@ -185,6 +185,37 @@ def forward(
     )
 
 
+def backward_smem_cycles(
+    gpu: Gpu,
+    heads: tuple[int, int],
+    staged: Collection[Staged] = ("ds", "dq"),
+    *,
+    ctas: int = 1,
+) -> dict[str, float]:
+    """Cycles of shared memory in the backward for a tile, by what they are for; see ``backward``.
+
+    An operand of a product that is in shared memory is read once for each product.
+    """
+    d, dv = heads
+    reads = TILE / gpu.mma_rows / ctas  # of second operands
+    square = _operand_cycles(TILE)  # P or dS
+    dq = TILE * d * FLOAT_BYTES / SMEM_BYTES
+    cycles = {
+        "S reads k, q": (1 + reads) * _operand_cycles(d),
+        "dP reads v, dO": (1 + reads) * _operand_cycles(dv),
+        "dV reads dO": reads * _operand_cycles(dv),
+        "dK reads q": reads * _operand_cycles(d),
+        "dQ reads k": reads * _operand_cycles(d),
+    }
+    if "ds" in staged:
+        cycles |= {"dS is written": square, "dQ reads dS": square}
+    if "p" in staged:
+        cycles |= {"P is written": square, "dV reads P": square, "dK reads dS": square}
+    if "dq" in staged:
+        cycles |= {"dQ is written": dq, "dQ is read": dq}
+    return cycles
+
+
 def backward(
     gpu: Gpu,
     heads: tuple[int, int],
@@ -198,24 +229,16 @@ def backward(
         gpu: whose rates count.
         heads: (D, Dv).
         staged: what passes through shared memory: "p" and "ds" as operands, "dq" in float32 on its
-            way to global memory. What is not, stays in registers or tensor memory.
+            way to global memory. What does not, stays in registers or tensor memory.
         ctas: that hold a share of each second operand and multiply together.
     """
     d, dv = heads
-    reads = TILE / gpu.mma_rows / ctas
-    first = d + dv + (TILE if "ds" in staged else 0)  # of S, dP, dQ
-    if "p" in staged:
-        first += 2 * TILE  # of dV and dK, which else have P and dS at hand
-    smem = _operand_cycles(first) + reads * _operand_cycles(3 * d + 2 * dv)
-    smem += _operand_cycles(TILE) * (("p" in staged) + ("ds" in staged))
-    if "dq" in staged:
-        smem += 2 * TILE * d * FLOAT_BYTES / SMEM_BYTES  # written, and read by TMA
     # Of the softmax only exponentials are left, but dS = P (dP - delta) is added: about as much.
     return Cycles(
         mma=2 * SCORES * (3 * d + 2 * dv) / gpu.mma_flops,
         exp2=exp2_cycles(gpu, 0.0),
         issue=issue_cycles(gpu, 0.0),
-        smem=smem,
+        smem=sum(backward_smem_cycles(gpu, heads, staged, ctas=ctas).values()),
     )
 
 

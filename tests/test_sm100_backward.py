@@ -10,6 +10,7 @@ from cases import Case, make
 from oracle import Results, assert_close, tolerance
 from recording import build, needs_compiler, needs_dsl, record
 
+from jax_fa import roofline
 from jax_fa.config import BLACKWELL, BLACKWELL_BACKWARD_HEADS, KernelKey, choose_backward
 from jax_fa.emulator import EmulationError, Memory, Options, emulate
 from jax_fa.kernels import abi
@@ -47,8 +48,8 @@ def test_head_sizes_without_a_kernel_are_refused_with_those_that_have_one(heads)
 
 
 def test_shared_memory_takes_no_more_cycles_than_the_design_allows():
-    cycles = plan_bwd.smem_cycles(WIDEST)
-    assert sum(cycles.values()) == 3328 and plan_bwd.mma_cycles(WIDEST) == 2560
+    cycles = roofline.backward(roofline.gpu_of("sm100"), (WIDEST.head_dim, WIDEST.value_dim))
+    assert (cycles.smem, cycles.mma) == (3328, 2560)
 
 
 def test_dq_has_columns_of_its_own_where_they_are_free():
@@ -241,12 +242,13 @@ def test_deterministic_gradients_have_the_same_bits_under_any_schedule(kernels):
 @needs_dsl
 @needs_compiler
 @compiles
-def test_every_tile_moves_what_the_plan_counts(kernels):
+def test_every_tile_moves_what_the_model_counts(kernels):
     """One tile of keys, two of queries, D = 128: bytes at 128 a cycle."""
     case = Case("count", q_len=256, kv_len=128, heads=1, kv_heads=1, head_dim=128, is_causal=True)
     _, _, report = call(kernels(128, "causal"), case)
-    cycles = plan_bwd.smem_cycles(WIDEST)
-    products = sum(count for what, count in cycles.items() if "reads" in what)
+    heads = WIDEST.head_dim, WIDEST.value_dim
+    cycles = roofline.backward_smem_cycles(roofline.gpu_of("sm100"), heads)
+    products = sum(count for what, count in cycles.items() if " reads " in what)
     assert report.counters["bytes tcgen05.mma operands"] == 2 * 128 * products
     assert report.counters["bytes bulk reduction"] == 2 * 128 * cycles["dQ is read"]
 

@@ -18,7 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jax_fa.config import BlackwellForward, HopperBackward, HopperForward, KernelKey
+from jax_fa.config import (
+    BlackwellBackward,
+    BlackwellForward,
+    HopperBackward,
+    HopperForward,
+    KernelKey,
+)
 from jax_fa.kernels.sm100.plan import ROWS, tiling
 
 BANKS = 32
@@ -194,8 +200,24 @@ def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...
     )
 
 
+def blackwell_backward(key: KernelKey, config: BlackwellBackward) -> tuple[Access, ...]:
+    """What the Blackwell backward does: ``sm100/bwd.py``."""
+    ds = _tile(config.block_kv, config.block_q)
+    return (
+        *_by_units("k", _tile(config.block_kv, key.head_dim), "tcgen05.mma"),
+        *_by_units("v", _tile(config.block_kv, key.value_dim), "tcgen05.mma"),
+        *_by_units("q", _tile(config.block_q, key.head_dim), "tcgen05.mma"),
+        *_by_units("dout", _tile(config.block_q, key.value_dim), "tcgen05.mma"),
+        Access("attend, dS", "st.shared.v4", 16, ds, _row_of_lane),
+        Access("matrix unit, dS", "tcgen05.mma", 16, ds, _row_of_lane, 8),
+        Access("attend, lse2 and delta", "ld.shared.v4", 16, None, lambda lane: (0, 0)),
+        Access("add, dQ", "st.shared.v4", 16, None, lambda lane: (lane * 4, 0)),
+    )
+
+
 _CATALOGUE: dict[type, Callable[..., tuple[Access, ...]]] = {
     BlackwellForward: blackwell_forward,
+    BlackwellBackward: blackwell_backward,
     HopperForward: hopper_forward,
     HopperBackward: hopper_backward,
 }

@@ -33,7 +33,8 @@ memory. With smaller heads dQ has columns of its own, and only the next dQ waits
 
 from __future__ import annotations
 
-from jax_fa.config import BlackwellBackward, KernelKey
+from jax_fa import roofline
+from jax_fa.config import BlackwellBackward, KernelKey, blackwell_backward
 from jax_fa.kernels.edges import (
     TMEM_COLS,
     WARP,
@@ -62,10 +63,6 @@ ADD_STAGES = 2
 ADD_WARPS = 4
 WORDS_BYTES = 24
 """One more mbarrier, the address of tensor memory, three words (``kernels/segments.py``)."""
-SMEM_LINE_BYTES = 128
-"""Bytes of shared memory that an SM moves per cycle."""
-MMA_FLOPS = 8192
-"""Floating-point operations of 16-bit products per cycle and SM."""
 
 
 def dq_overlays_dp(key: KernelKey) -> bool:
@@ -161,39 +158,13 @@ def _tmem(key: KernelKey) -> tuple[TmemRange, ...]:
     )
 
 
-def smem_cycles(key: KernelKey) -> dict[str, int]:
-    """Cycles of shared memory per 128 x 128 tile, at 128 bytes each, by what they are for.
-
-    An operand of a product in shared memory is read once per product, a product with A in tensor
-    memory reads B alone.
-    """
-    tile = ROWS * ELEMENT_BYTES
-    d, dv, line = key.head_dim, key.value_dim, SMEM_LINE_BYTES
-    return {
-        "S reads k, q": 2 * tile * d // line,
-        "dP reads v, dO": 2 * tile * dv // line,
-        "dV reads dO": tile * dv // line,
-        "dK reads q": tile * d // line,
-        "dQ reads dS, k": (tile * ROWS + tile * d) // line,
-        "dS is written": tile * ROWS // line,
-        "dQ is written": ROWS * d * FLOAT_BYTES // line,
-        "dQ is read": ROWS * d * FLOAT_BYTES // line,
-    }
-
-
-def mma_cycles(key: KernelKey) -> int:
-    """Cycles of the tensor core per 128 x 128 tile, at 8192 flops each."""
-    return 2 * ROWS * ROWS * (3 * key.head_dim + 2 * key.value_dim) // MMA_FLOPS
-
-
 def main() -> None:
     """Prints the ledger of the default bfloat16 D = 128 kernel, and what bounds it."""
-    from jax_fa.config import blackwell_backward
-
     key = KernelKey("sm_100f", "bfloat16", 128, 128, "causal")
-    cycles = smem_cycles(key)
-    lines = [f"{count:6d}  {what}" for what, count in cycles.items()]
-    lines.append(f"{sum(cycles.values()):6d}  of smem, {mma_cycles(key)} of MMA per 128 x 128 tile")
+    gpu, heads = roofline.gpu_of("sm100"), (key.head_dim, key.value_dim)
+    smem, bound = roofline.backward_smem_cycles(gpu, heads), roofline.backward(gpu, heads)
+    lines = [f"{count:6.0f}  {what}" for what, count in smem.items()]
+    lines.append(f"{bound.smem:6.0f}  of smem, {bound.mma:.0f} of MMA per 128 x 128 tile (model)")
     print("\n".join([ledger(backward_plan(key, blackwell_backward(key))), *lines]))  # noqa: T201
 
 
