@@ -131,6 +131,9 @@ _SLOTS = {True: 3.0, False: 4.5}
 """Lane instructions for a score, by ``Gpu.has_pairs``: its part in the maximum (half an instruction
 with three operands, else one), scaling and adding up (half each, or one each), the exponential,
 half a conversion."""
+_BACKWARD_SLOTS = {True: 3.5, False: 5.0}
+"""The same in a backward: scaling, exponential and conversion of P; difference, product and
+conversion of dS."""
 _POLYNOMIAL_SLOTS = {True: 5.0, False: 9.0}
 """More of them if the exponential is a polynomial of degree 3 or 4."""
 _SOFT_CAP_SLOTS = 5.0
@@ -233,11 +236,10 @@ def backward(
         ctas: that hold a share of each second operand and multiply together.
     """
     d, dv = heads
-    # Of the softmax only exponentials are left, but dS = P (dP - delta) is added: about as much.
     return Cycles(
         mma=2 * SCORES * (3 * d + 2 * dv) / gpu.mma_flops,
         exp2=exp2_cycles(gpu, 0.0),
-        issue=issue_cycles(gpu, 0.0),
+        issue=SCORES * _BACKWARD_SLOTS[gpu.has_pairs] / LANES,
         smem=sum(backward_smem_cycles(gpu, heads, staged, ctas=ctas).values()),
     )
 

@@ -35,6 +35,7 @@ def test_blocks_are_what_their_commands_print():
     assert [match[1] for match in BLOCK.findall(text)] == [
         "jax_fa.kernels.sm100.timeline",
         "jax_fa.kernels.sm100.plan",
+        "jax_fa.kernels.sm100.plan_bwd",
     ]
     assert updated(text) == text, "run: python tests/test_kernels_readme.py"
 

@@ -47,6 +47,12 @@ def test_flash_attention_4_table_of_the_backward():
     assert two.efficiency == pytest.approx(0.95, abs=0.005)
 
 
+def test_parts_of_shared_memory_cycles_are_those_of_the_table():
+    """S 512, dP 512, dV 256, dK 256, dQ 512; dS written 256, dQ written 512 and read 512."""
+    parts = roofline.backward_smem_cycles(B200, (128, 128))
+    assert sorted(parts.values()) == [256] * 5 + [512] * 4
+
+
 def test_backward_of_small_heads():
     cycles = backward(B200, (64, 64))
     assert (cycles.mma, cycles.exp2) == (1280, 1024)
