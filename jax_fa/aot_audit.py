@@ -22,6 +22,8 @@ from jax_fa.problem import Problem, Semantics
 from jax_fa.variants import Variant
 
 SMEM_CAPACITY_BYTES = 227 * 1024
+MMA_DEPTH = 16
+"""Of one tensor core instruction for 16-bit elements."""
 _PLANS = {"fwd": ("plan", "forward_plan"), "bwd": ("plan_bwd", "backward_plan")}
 
 
@@ -99,6 +101,7 @@ class Report:
         tmem_columns: planned, used of those allocated.
         counts: compiled, instructions by meaning in all kernels; None without a disassembler.
         softmax: compiled; None without a disassembler.
+        mma_spacing: compiled, instructions from one tcgen05.mma to the next, by loop around them.
         bank_conflicts: planned, kinds of access that take more passes than they need.
         accesses: planned, kinds of access that were looked at.
         problems: what is wrong, in words; empty if nothing is.
@@ -114,6 +117,7 @@ class Report:
     tmem_columns: tuple[int, int] = (0, 0)
     counts: dict[str, int] | None = None
     softmax: Softmax | None = None
+    mma_spacing: tuple[float, ...] = ()
     bank_conflicts: tuple[str, ...] = ()
     accesses: int = 0
     problems: list[str] = field(default_factory=list)
@@ -195,6 +199,12 @@ def planned_polynomials(chosen: Any) -> float:
     return getattr(chosen, "polynomials", 0) / 32
 
 
+def smallest_product_cycles(variant: Variant, gpu: roofline.Gpu) -> float:
+    """Cycles of the tensor core for its smallest instruction, 16 deep, of a variant (model)."""
+    columns = min(variant.key.head_dim, variant.key.value_dim, roofline.TILE)
+    return 2 * gpu.mma_rows * columns * MMA_DEPTH / gpu.mma_flops
+
+
 def model(variant: Variant, gpu: roofline.Gpu, lengths: Lengths) -> Model:
     """What ``gpu`` allows ``variant`` on a problem of these lengths."""
     key, chosen = variant.key, choose_config(variant)
@@ -267,6 +277,8 @@ def audit_code(report: Report, variant: Variant, code: Sequence[aot_sass.Code]) 
     _judge_instructions(report, _EXPECTED[variant.kernels, variant.operation], counts)
     mma = _EXPECTED[variant.kernels, variant.operation].mma
     main = max(code, key=lambda kernel: aot_sass.count(kernel.instructions)[mma])
+    if mma == "tcgen05.mma":
+        report.mma_spacing = aot_sass.instructions_per(main, mma)
     found = aot_sass.softmax_loops(main, rounded=1 if variant.operation == "fwd" else 2)
     if not found:
         report.problems.append("no loop that takes exponentials of scores")

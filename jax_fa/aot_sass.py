@@ -77,8 +77,9 @@ _INSTRUCTION = re.compile(
 )
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _FUNCTION = re.compile(r"^\.text\.(\w+):")
-_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
-_LEAVES = re.compile(r"(EXIT|RET|BRX|BRXU|JMX)\b")
+_TARGET = re.compile(r"\.L_x_\d+")
+_JUMPS = re.compile(r"BRXU?\b|BRA\b")
+_LEAVES = re.compile(r"(EXIT|RET)\b")
 
 
 class Instruction(NamedTuple):
@@ -176,11 +177,13 @@ class Loop:
 
     Attributes:
         body: indices of its instructions, those of inner loops included.
+        own: indices of those that are in no inner loop.
         every_time: indices of those that every iteration executes once: the others are inner
             loops, or lie behind a branch.
     """
 
     body: frozenset[int]
+    own: frozenset[int]
     every_time: tuple[int, ...]
 
 
@@ -193,12 +196,13 @@ class _Block(NamedTuple):
 def _blocks(code: Code) -> list[_Block]:
     """Basic blocks in order; successors are positions in the list."""
     size = len(code.instructions)
-    targets: dict[int, int] = {}
+    targets: dict[int, list[int]] = {}
     starts = {0, *code.labels.values()}
     for at, instruction in enumerate(code.instructions):
-        target = _TARGET.search(instruction.operands)
-        if instruction.opcode.startswith("BRA") and target:
-            targets[at] = code.labels[target[1]]
+        if _JUMPS.match(instruction.opcode):
+            # A jump by a register lists its targets in a comment.
+            names = _TARGET.findall(instruction.operands)
+            targets[at] = [code.labels[name] for name in names]
         if at in targets or _LEAVES.match(instruction.opcode):
             starts.add(at + 1)
     ordered = sorted(start for start in starts if start < size)
@@ -206,20 +210,21 @@ def _blocks(code: Code) -> list[_Block]:
     blocks = []
     for number, start in enumerate(ordered):
         end = ordered[number + 1] if number + 1 < len(ordered) else size
-        last, at = code.instructions[end - 1], end - 1
-        following = [position[targets[at]]] if at in targets and targets[at] < size else []
-        if not _ends(last, at in targets) and end < size:
+        following = [position[target] for target in targets.get(end - 1, ()) if target < size]
+        if end < size and not _ends(code.instructions[end - 1]):
             following.append(position[end])
         blocks.append(_Block(start, end, tuple(following)))
     return blocks
 
 
-def _ends(last: Instruction, is_branch: bool) -> bool:
+def _ends(last: Instruction) -> bool:
     """True if execution never falls through ``last``."""
-    if is_branch:
+    if last.predicate:
+        return False
+    if last.opcode.startswith("BRA"):
         # A uniform predicate is the first operand, not a prefix: BRA.U UP0, `(...).
-        return not last.predicate and last.operands.startswith("`")
-    return bool(_LEAVES.match(last.opcode)) and not last.predicate
+        return last.operands.startswith("`")
+    return bool(_JUMPS.match(last.opcode) or _LEAVES.match(last.opcode))
 
 
 def _dominators(blocks: Sequence[_Block]) -> list[int]:
@@ -292,11 +297,21 @@ def loops(code: Code) -> list[Loop]:
         bodies[head] = body
     found = []
     for head, body in bodies.items():
-        always = set.intersection(*(dominators_of(tail) for tail in tails[head])) & body
-        for other, inner in bodies.items():
-            if other != head and inner < body:
-                always -= inner
-        found.append(Loop(_indices(blocks, body), tuple(sorted(_indices(blocks, always)))))
+        inner = {
+            block
+            for other, blocks_of_other in bodies.items()
+            if other != head and blocks_of_other < body
+            for block in blocks_of_other
+        }
+        own = body - inner
+        always = set.intersection(own, *(dominators_of(tail) for tail in tails[head]))
+        found.append(
+            Loop(
+                _indices(blocks, body),
+                _indices(blocks, own),
+                tuple(sorted(_indices(blocks, always))),
+            )
+        )
     return found
 
 
@@ -344,3 +359,18 @@ def softmax_loops(code: Code, rounded: int) -> list[MainLoop]:
             candidates.append((loop.body, MainLoop(counts, scores)))
     found = [main for body, main in candidates if not any(other < body for other, _ in candidates)]
     return sorted(found, key=lambda main: (main.counts["select"], main.counts["all"]))
+
+
+def instructions_per(code: Code, meaning: str) -> tuple[float, ...]:
+    """Of each innermost loop around instructions of a meaning: its instructions for one of them.
+
+    One warp issues these one after another, so they bound how fast it can start such work.
+    """
+    candidates = []
+    for loop in loops(code):
+        counts = count(code.instructions[at] for at in loop.own)
+        if counts[meaning]:
+            candidates.append((loop.body, counts["all"] / counts[meaning]))
+    return tuple(
+        each for body, each in candidates if not any(other < body for other, _ in candidates)
+    )

@@ -126,20 +126,19 @@ def code_table(reports: Sequence[Report]) -> str:
 
 def softmax_table(reports: Iterable[Report]) -> str:
     """The softmax of a tile: counted, and next to it FlashAttention-4's budget for forwards."""
-    heading = "variant|warp instr.|a score|masked|exp2|packed|scalar|max|convert|polynomials"
+    heading = "variant|warp instr.|a score|other loops|exp2|packed|scalar|max|convert|polynomials"
     heading += "|special cycles|issue cycles|FA4 polynomials|FA4 exp2|FA4 issue"
     rows: list[Sequence[object]] = [heading.split("|")]
     for report in reports:
         found = report.softmax
         if found is None:
             continue
-        masked = max(found.other_loops, default=found.instructions)
         rows.append(
             [
                 report.name,
                 f"{found.instructions:.0f}",
                 f"{found.instructions * banks.WARP / roofline.SCORES:.2f}",
-                f"{masked:.0f}",
+                _joined(sorted({round(other) for other in found.other_loops})) or "-",
                 *(
                     f"{found.by_meaning.get(meaning, 0):.0f}"
                     for meaning in ("exp2", "packed f32", "scalar f32", "max", "convert")
@@ -148,6 +147,25 @@ def softmax_table(reports: Iterable[Report]) -> str:
                 f"{found.special_cycles:.0f}",
                 f"{found.issue_cycles:.0f}",
                 *flash_attention_4(BY_NAME[report.name]),
+            ]
+        )
+    return table(rows)
+
+
+def issue_table(reports: Iterable[Report]) -> str:
+    """Instructions between products, and the cycles of the tensor core for the smallest of them."""
+    rows: list[Sequence[object]] = [["variant", "by loop", "most", "cycles of the smallest"]]
+    for report in reports:
+        if not report.mma_spacing:
+            continue
+        variant = BY_NAME[report.name]
+        gpu = roofline.gpu_of(variant.arch)
+        rows.append(
+            [
+                report.name,
+                _joined(sorted({round(spacing) for spacing in report.mma_spacing})),
+                f"{max(report.mma_spacing):.0f}",
+                f"{aot_audit.smallest_product_cycles(variant, gpu):.0f}",
             ]
         )
     return table(rows)
@@ -289,6 +307,12 @@ def _print_reports(reports: Sequence[Report]) -> None:
             "\ntake at published rates. FA4: FlashAttention-4's settings in the same model"
         )
         print(softmax_table(reports))
+    if any(report.mma_spacing for report in reports):
+        print(
+            "\nProducts: instructions of a warp from one tcgen05.mma to the next, by loop around"
+            "\nthem, and what the tensor core takes for the smallest one at the published rate"
+        )
+        print(issue_table(reports))
     print("\nVerdicts")
     for report in reports:
         print(f"{report.name}: {report.verdict}")

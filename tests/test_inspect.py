@@ -59,6 +59,21 @@ def test_what_an_iteration_always_executes_leaves_out_waiting_and_branches():
     assert outer.every_time == (1, 2, 3, 4, 6, 7)
 
 
+def test_instructions_from_one_product_to_the_next_count_those_of_the_innermost_loop():
+    code = aot_sass.parse(LISTING)[0]
+    # 7 of the loop, and the jump back of its wait; the wait itself is another loop.
+    assert aot_sass.instructions_per(code, "exp2") == (8.0,)
+    assert aot_sass.instructions_per(code, "tcgen05.mma") == ()
+
+
+def test_a_jump_by_a_register_leads_to_all_its_targets():
+    """One warp's role behind a jump table would be unreachable without."""
+    table = 'R2 -0x10 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)'
+    opcodes = [("BRX", table), ("EXIT", ""), ("NOP", ""), ("BRA", "`(.L_x_1)")]
+    code = Code("k", tuple(Instruction(*each) for each in opcodes), {".L_x_0": 1, ".L_x_1": 2})
+    assert [sorted(loop.body) for loop in aot_sass.loops(code)] == [[2, 3]]
+
+
 def loops_by_definition(edges, size):
     """Natural loops, dominance being "removing it makes the other unreachable"."""
 
