@@ -9,11 +9,6 @@ import sys
 
 # Variants that may use stack memory, and how many bytes. Those that no longer do have to leave.
 KNOWN = {
-    # Slopes of the cap beside accumulators of dK and dV.
-    "bwd_sm90_bf16_d64_general_cap": 104,
-    "bwd_sm90_bf16_d128_general_cap": 96,
-    "bwd_sm90_fp16_d64_general_cap": 40,
-    "bwd_sm90_fp16_d128_general_cap": 24,
     "fwd_sm1?0_*_d192v128_general*": 8,
 }
 

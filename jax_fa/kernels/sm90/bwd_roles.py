@@ -282,12 +282,13 @@ def exponentiate(
             scores = [by_key[r, 2 * group + i] for i in range(2)]
             p = [cute.math.exp2(scores[i] * score_log2 - pair[i], fastmath=True) for i in range(2)]
             word = softmax.ROWS * group + r
-            p_words[word] = primitives.narrow_pair(*p, variant.dtype)
+            p_words[word] = primitives.narrow_pair(p[0], p[1], variant.dtype)
             if const_expr(variant.key.has_soft_cap):
                 # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
                 slope = [cute.arch.fmax(1.0 - s * s, 0.0) for s in scores]
-                product = (p[0] * slope[0], p[1] * slope[1])
-                slope_words[word] = primitives.narrow_pair(*product, variant.dtype)
+                slope_words[word] = primitives.narrow_pair(
+                    p[0] * slope[0], p[1] * slope[1], variant.dtype
+                )
 
 
 @cute.jit
