@@ -506,11 +506,7 @@ def _differentiate(
 @cute.jit
 def _put_ds(x: Context, key: Key, rounded: cute.Tensor, first: cutlass.Constexpr[int]):
     """Writes dS of 16 queries to this thread's row of shared memory, 16 bytes at a time."""
-    row = x.smem.ds[key.row, None]
-    own = key.first_query // primitives.VECTOR + first // primitives.VECTOR
-    for i in cutlass.range_constexpr(DS_CHUNK // primitives.VECTOR):
-        target = cute.local_tile(row, (primitives.VECTOR,), (own + i,))
-        cute.autovec_copy(cute.local_tile(rounded, (primitives.VECTOR,), (i,)), target)
+    primitives.copy_row(rounded, x.smem.ds[key.row, None], key.first_query + first)
 
 
 @cute.jit
