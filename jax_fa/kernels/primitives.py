@@ -361,7 +361,7 @@ def tmem_store(rows: cute.Tensor, width: int, thread: Int32) -> TmemCopy:
     return TmemCopy(copy, copy.get_slice(thread).partition_D(rows))
 
 
-def copy_row(source: cute.Tensor, row: cute.Tensor, first: int) -> None:
+def copy_row(source: cute.Tensor, row: cute.Tensor, first: Int32 | int) -> None:
     """Stores registers from column ``first`` of a row on, 16 bytes at a time."""
     width = VECTOR_BITS // source.element_type.width
     source = cute.make_tensor(source.iterator, cute.make_layout(cute.size(source)))
