@@ -163,7 +163,8 @@ bool ReadExtents(Reader& reader, const Attributes& attributes, Problem* problem,
               attributes.window_left,
               attributes.window_right,
               attributes.bottom_right,
-              attributes.deterministic};
+              attributes.deterministic,
+              attributes.mask_mod};
   layout->dtype = q->element_type();
   layout->q = {qd[0], qd[1], qd[2], qd[3]};
   layout->k = {qd[0], kd[1], kd[2], qd[3]};
@@ -275,7 +276,8 @@ std::vector<std::string> OperandNames(bool backward) {
 }
 
 std::vector<std::string> AttributeNames() {
-  return {"scale", "soft_cap", "window_left", "window_right", "bottom_right", "deterministic"};
+  return {"scale",        "soft_cap",      "window_left", "window_right",
+          "bottom_right", "deterministic", "mask_mod"};
 }
 
 }  // namespace jax_fa

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kernels.h"
@@ -27,6 +28,7 @@ struct Attributes {
   int32_t window_right;  // kUnbounded: none; causal is 0
   bool bottom_right;
   bool deterministic;
+  std::string_view mask_mod;  // empty: none
 };
 
 // Checks dtypes, ranks and extents against each other; errors are kInvalidArgument.
@@ -48,6 +50,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fa::Attributes, ::xla::ffi::StructMemb
                                       ::xla::ffi::StructMember<int32_t>("window_left"),
                                       ::xla::ffi::StructMember<int32_t>("window_right"),
                                       ::xla::ffi::StructMember<bool>("bottom_right"),
-                                      ::xla::ffi::StructMember<bool>("deterministic"));
+                                      ::xla::ffi::StructMember<bool>("deterministic"),
+                                      ::xla::ffi::StructMember<std::string_view>("mask_mod"));
 
 #endif  // JAX_FA_ARGUMENTS_H_

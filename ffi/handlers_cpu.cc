@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "arguments.h"
 #include "attention_cpu.h"
@@ -58,10 +59,18 @@ ParallelFor On(ffi::ThreadPool& pool) {
   };
 }
 
+ffi::Error CheckProblem(const Problem& problem) {
+  if (problem.mask_mod.empty()) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    "jax_fa: CPU kernels take no mask_mod such as '" +
+                        std::string(problem.mask_mod) + "'; use implementation='xla'");
+}
+
 ffi::Error ForwardCpu(ffi::ThreadPool pool, Attributes attributes, ffi::RemainingArgs args,
                       ffi::RemainingRets rets) {
   const auto params = ForwardParams(args, rets, attributes);
   if (params.has_error()) return params.error();
+  if (ffi::Error error = CheckProblem(params->problem); error.failure()) return error;
   AttentionForwardCpu(*params, On(pool));
   return ffi::Error::Success();
 }
@@ -70,6 +79,7 @@ ffi::Error BackwardCpu(ffi::ThreadPool pool, Attributes attributes, ffi::Remaini
                        ffi::RemainingRets rets) {
   const auto params = BackwardParams(args, rets, attributes);
   if (params.has_error()) return params.error();
+  if (ffi::Error error = CheckProblem(params->problem); error.failure()) return error;
   AttentionBackwardCpu(*params, On(pool));
   return ffi::Error::Success();
 }

@@ -9,7 +9,7 @@ namespace {
 
 auto Tie(const VariantKey& key) {
   return std::tie(key.operation, key.arch, key.dtype, key.head_dim, key.value_dim, key.mask,
-                  key.has_soft_cap, key.is_split);
+                  key.has_soft_cap, key.is_split, key.mask_mod);
 }
 
 // How far two keys are apart: what cannot be changed weighs most, what padding or a cast can, less.
@@ -17,7 +17,7 @@ int32_t Distance(const VariantKey& a, const VariantKey& b) {
   return 100 * (a.operation != b.operation) + 100 * (a.arch != b.arch) +
          10 * (a.head_dim != b.head_dim || a.value_dim != b.value_dim) + 5 * (a.dtype != b.dtype) +
          2 * (a.has_soft_cap != b.has_soft_cap) + 2 * (a.is_split != b.is_split) +
-         (a.mask != b.mask);
+         2 * (a.mask_mod != b.mask_mod) + (a.mask != b.mask);
 }
 
 const char* Name(DType dtype) {
@@ -53,7 +53,8 @@ VariantKey MakeKey(Operation operation, const Problem& problem, const Extras& ex
           problem.value_dim,
           is_split ? MaskClass::kGeneral : MaskClassOf(problem, extras),
           problem.soft_cap != 0.0f,
-          is_split};
+          is_split,
+          problem.mask_mod};
 }
 
 }  // namespace
@@ -62,7 +63,8 @@ MaskClass MaskClassOf(const Problem& problem, const Extras& extras) {
   const bool has_extras = extras.q_lengths != nullptr || extras.kv_lengths != nullptr ||
                           extras.cu_seqlens_q != nullptr || extras.q_segments != nullptr ||
                           extras.q_offset != nullptr;
-  if (has_extras || problem.soft_cap != 0.0f || problem.window_left != kUnbounded) {
+  if (has_extras || problem.soft_cap != 0.0f || !problem.mask_mod.empty() ||
+      problem.window_left != kUnbounded) {
     return MaskClass::kGeneral;
   }
   if (problem.window_right == kUnbounded) return MaskClass::kFull;
@@ -96,12 +98,13 @@ const Variant* FindVariant(const VariantKey& key) {
 
 std::string Refusal(const VariantKey& key) {
   const Table& table = KernelTable();
-  std::string text =
-      std::string("no compiled ") +
-      (key.operation == Operation::kForward ? "forward" : "backward") + " kernel for sm" +
-      std::to_string(key.arch) + ", " + Name(key.dtype) + ", D = " + std::to_string(key.head_dim) +
-      ", Dv = " + std::to_string(key.value_dim) + ", " + Name(key.mask) + " mask" +
-      (key.has_soft_cap ? ", soft cap" : "") + (key.is_split ? ", split keys" : "") + ". ";
+  std::string text = std::string("no compiled ") +
+                     (key.operation == Operation::kForward ? "forward" : "backward") +
+                     " kernel for sm" + std::to_string(key.arch) + ", " + Name(key.dtype) +
+                     ", D = " + std::to_string(key.head_dim) +
+                     ", Dv = " + std::to_string(key.value_dim) + ", " + Name(key.mask) + " mask" +
+                     (key.has_soft_cap ? ", soft cap" : "") + (key.is_split ? ", split keys" : "") +
+                     (key.mask_mod.empty() ? "" : ", mask_mod " + std::string(key.mask_mod)) + ". ";
   if (table.num_variants == 0) return text + "This build holds no GPU kernels.";
   std::vector<const Variant*> nearest;
   for (int32_t i = 0; i < table.num_variants; ++i) nearest.push_back(&table.variants[i]);

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "driver.h"
 #include "kernels.h"
@@ -25,6 +26,7 @@ struct VariantKey {
   MaskClass mask;
   bool has_soft_cap;
   bool is_split;  // of forwards: several CTAs share the keys of a query tile
+  std::string_view mask_mod;
 };
 
 struct Variant {

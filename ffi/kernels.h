@@ -4,6 +4,7 @@
 #define JAX_FA_KERNELS_H_
 
 #include <cstdint>
+#include <string_view>
 
 namespace jax_fa {
 
@@ -24,11 +25,12 @@ struct Problem {
   int64_t head_dim;       // D
   int64_t value_dim;      // Dv
   float scale;
-  float soft_cap;        // 0: none
-  int32_t window_left;   // keys before the diagonal, or kUnbounded
-  int32_t window_right;  // keys beyond the diagonal, or kUnbounded; causal is 0
-  bool bottom_right;     // alignment of the diagonal
-  bool deterministic;    // backward only
+  float soft_cap;             // 0: none
+  int32_t window_left;        // keys before the diagonal, or kUnbounded
+  int32_t window_right;       // keys beyond the diagonal, or kUnbounded; causal is 0
+  bool bottom_right;          // alignment of the diagonal
+  bool deterministic;         // backward only
+  std::string_view mask_mod;  // function that hides further keys (jax_fa/mask_mods.py); "": none
 };
 
 // Per-sequence and per-token operands. A null pointer means "absent".

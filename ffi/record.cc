@@ -65,6 +65,8 @@ Problem ReadProblem(Fields& fields) {
   p.window_right = fields.Number<int32_t>("window_right");
   p.bottom_right = fields.Number<bool>("bottom_right");
   p.deterministic = fields.Number<bool>("deterministic");
+  const char* mask_mod = fields.Number<const char*>("mask_mod");  // lives as long as the call
+  p.mask_mod = mask_mod == nullptr ? "" : mask_mod;
   return p;
 }
 

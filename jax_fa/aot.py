@@ -31,6 +31,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import lzma
 import multiprocessing
@@ -47,8 +48,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_fa import aot_cubin, aot_table, config
-from jax_fa.variants import ARCHS, VARIANTS, Variant
+from jax_fa import aot_cubin, aot_table, config, mask_mods
+from jax_fa.variants import ARCHS, VARIANTS, Variant, with_mask_mod
 
 DSL_REQUIREMENT = "nvidia-cutlass-dsl==4.8.1"
 
@@ -113,6 +114,23 @@ def select(globs: Sequence[str], archs: Sequence[str]) -> list[Variant]:
     return [v for v in chosen if any(fnmatch.fnmatchcase(v.name, glob) for glob in globs)]
 
 
+def check_mask_mod(name: str) -> None:
+    """Refuses a mask function that no kernel can serve.
+
+    Raises:
+        AotError: there is none of this name, or it depends on more than positions.
+    """
+    try:
+        function = mask_mods.resolve(name)
+    except ValueError as error:
+        raise AotError(f"--mask-mod: {str(error).removeprefix('attention: ')}") from error
+    if not mask_mods.sees_positions_only(function):
+        raise AotError(
+            f"--mask-mod {name}: the function depends on batch or head. Kernels see one shard of "
+            f"both and serve functions of positions; attention runs this one unfused."
+        )
+
+
 def choose_config(variant: Variant) -> Any:
     """The configuration that ``variant`` is compiled with."""
     return getattr(config, _CHOICES[variant.operation])(variant.key)
@@ -149,6 +167,9 @@ def content_hash(variant: Variant, host: str) -> str:
     for path in sources(variant):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     digest.update(repr((_FORMAT, variant, choose_config(variant), HOSTS[host])).encode())
+    if variant.key.mask_mod is not None:
+        source = inspect.getsourcefile(mask_mods.resolve(variant.key.mask_mod))
+        digest.update(Path(source or "").read_bytes())
     digest.update(repr(_dsl_distributions()).encode())
     return digest.hexdigest()[:20]
 
@@ -400,6 +421,14 @@ def _parser() -> argparse.ArgumentParser:
         default=platform.machine(),
         help="processor that the extension will run on (default %(default)s)",
     )
+    parser.add_argument(
+        "--mask-mod",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="compile forwards with a mask function too (jax_fa/mask_mods.py), beside the chosen "
+        "ones of the general mask; may be repeated",
+    )
     parser.add_argument("--jobs", type=int, default=_num_cores(), help="parallel compilations")
     parser.add_argument("--cache", type=Path, default=_default_cache(), help="%(default)s")
     parser.add_argument("--keep-ptx", action="store_true", help="leave NAME.ptx beside NAME.o")
@@ -430,6 +459,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     archs = options.arch or [arch.name for arch in ARCHS]
     try:
         variants = select(options.variants or ["*"], archs)
+        plain = list(variants)
+        for name in options.mask_mod:
+            check_mask_mod(name)
+            variants += with_mask_mod(plain, name)
         if options.list:
             print("\n".join(variant.name for variant in variants))  # noqa: T201
             return 0

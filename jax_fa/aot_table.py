@@ -115,6 +115,7 @@ def _variants(rows: Sequence[Row]) -> str:
             _MASKS[key.mask],
             str(key.has_soft_cap).lower(),
             str(key.is_split).lower(),
+            f'"{key.mask_mod or ""}"',
         )
         lines.append(f"    {{{{{', '.join(map(str, fields))}}},")
         functions = ", ".join(_object_functions(row))

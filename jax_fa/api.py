@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_fa import arguments, bindings, operations, reference, vjp
+from jax_fa import arguments, bindings, mask_mods, operations, reference, vjp
 from jax_fa.arguments import Call, Options, WindowSize
 from jax_fa.band import Alignment
 from jax_fa.choice import Choice, Implementation, choose, name_of
@@ -38,6 +38,7 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
     causal_alignment: Alignment = "top_left",
     query_offset: ArrayLike | None = None,
     deterministic: bool = False,
+    mask_mod: str | None = None,
 ) -> Any:
     """softmax(scale * query key^T over the visible keys) value: exact, without T x S memory.
 
@@ -76,6 +77,11 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         query_offset: int32 scalar or [B], may be traced: position of query row 0, added to the
             diagonal (context parallelism, decoding).
         deterministic: identical bits of the gradient on every run.
+        mask_mod: name of a function of positions that hides further keys: "chunked_N" (causal
+            within chunks of N), "prefix_lm_N" (causal, the first N keys seen by all), or
+            "module:function" (``jax_fa.mask_mods``). GPU kernels serve those that the build
+            compiled (``python -m jax_fa.aot --mask-mod``); anything else, and the gradient, runs
+            unfused.
 
     Returns:
         [B, T, N, Dv] (or [T, N, Dv]) in the dtype of query; with return_residual a tuple
@@ -106,6 +112,7 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         causal_alignment=causal_alignment,
         query_offset=query_offset,
         deterministic=deterministic,
+        mask_mod=mask_mod,
     )
     if implementation == "cudnn":
         return _cudnn((query, key, value), options, return_residual)
@@ -292,6 +299,9 @@ def _needs_reference(call: Call) -> str | None:
         return "a dense mask or bias is a T x S array already, and runs unfused"
     if isinstance(cast(Any, call.semantics.scale), jax.core.Tracer):
         return "a traced scale runs unfused; a Python number lets kernels serve the call"
+    name = call.semantics.mask_mod
+    if name is not None and not mask_mods.sees_positions_only(mask_mods.resolve(name)):
+        return f"mask_mod={name!r} depends on batch or head; kernels take functions of positions"
     if str(call.operands.q.dtype) not in KERNEL_DTYPES:
         return f"kernels take {', '.join(KERNEL_DTYPES)}, not {call.operands.q.dtype}"
     return None
@@ -349,6 +359,7 @@ def _cudnn(
         "causal_alignment": "top_left",
         "query_offset": None,
         "deterministic": False,
+        "mask_mod": None,
     }
     given = cast(dict[str, Any], options)
     used = [name for name, default in ours.items() if given[name] is not default]

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_fa import emulated
+from jax_fa import emulated, mask_mods
 from jax_fa.band import UNBOUNDED, Alignment, Band
 from jax_fa.choice import IMPLEMENTATIONS, Forced, Implementation
 from jax_fa.problem import Operands, Semantics
@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     causal_alignment: Alignment
     query_offset: ArrayLike | None
     deterministic: bool
+    mask_mod: str | None
 
 
 class Call(NamedTuple):
@@ -310,8 +311,24 @@ def _semantics(options: Options, head_dim: int) -> Semantics:
                 f"attention: logits_soft_cap must be positive or None, but is {soft_cap}."
             )
     return Semantics(
-        cast(float, scale), _band(options), soft_cap, bool(options.get("deterministic", False))
+        cast(float, scale),
+        _band(options),
+        soft_cap,
+        bool(options.get("deterministic", False)),
+        _mask_mod(options),
     )
+
+
+def _mask_mod(options: Options) -> str | None:
+    name = options.get("mask_mod")
+    if name is not None and not isinstance(name, str):
+        raise ValueError(
+            f"attention: mask_mod should be a name such as 'chunked_1024' or 'module:function', "
+            f"but is {name!r}: kernels are compiled ahead of time, and found by name."
+        )
+    if name is not None:
+        mask_mods.resolve(name)
+    return name
 
 
 def _band(options: Options) -> Band:

@@ -101,6 +101,7 @@ def _attributes(semantics: Semantics) -> dict[str, Any]:
         "window_right": np.int32(band.right_bound),
         "bottom_right": np.bool_(band.alignment == "bottom_right"),
         "deterministic": np.bool_(semantics.deterministic),
+        "mask_mod": semantics.mask_mod or "",
     }
 
 
@@ -167,7 +168,10 @@ def record(
             ``num_splits``.
     """
     shape = {name: getattr(problem, name) for name in ("dtype", *_EXTENTS)}
-    attributes = {name: x.item() for name, x in _attributes(problem.semantics).items()}
+    attributes = {
+        name: x if isinstance(x, str) else x.item()
+        for name, x in _attributes(problem.semantics).items()
+    }
     capability = int(emulation.arch.removeprefix("sm"))
     call = {**shape, **attributes, **addresses}
     return _jax_fa.record(operation, capability, call, emulation.num_sms)

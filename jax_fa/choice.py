@@ -106,7 +106,7 @@ def _cuda_kernels(problem: Problem, target: Target, operation: Operation) -> str
 def _archs(target: Target) -> list[Arch]:
     """The GPU families that have to serve a computation for ``target``."""
     at_hand = [variants.arch_of(capability) for capability in target.capabilities]
-    compiled = {variants.BY_NAME[name].arch for name in target.compiled}
+    compiled = {variants.arch_name(name) for name in target.compiled}
     return [
         arch
         for arch in variants.ARCHS
@@ -133,6 +133,8 @@ def _kernels(
     if target.platform == "cuda" or implementation == "emulated":
         return _cuda_kernels(problem, target, operation)
     if target.platform == "cpu":
+        if problem.semantics.mask_mod is not None:
+            raise _Refusal(f"CPU kernels take no mask_mod such as {problem.semantics.mask_mod!r}")
         return f"{operation}_cpu"
     raise _Refusal(f"no kernels exist for platform {target.platform!r}")
 

@@ -65,6 +65,7 @@ class KernelKey:
         mask: mask class (``kernels/abi.py``).
         has_soft_cap: logits are bounded by a soft cap.
         is_split: several CTAs share the keys of a query tile (``abi.kv_splits``).
+        mask_mod: name of a function that hides further keys (``jax_fa/mask_mods.py``).
     """
 
     arch: str
@@ -74,6 +75,7 @@ class KernelKey:
     mask: MaskClass
     has_soft_cap: bool = False
     is_split: bool = False
+    mask_mod: str | None = None
 
 
 @dataclass(frozen=True)

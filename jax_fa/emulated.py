@@ -18,7 +18,7 @@ from jax_fa import bindings
 from jax_fa.choice import Completion, Emulation, kv_splits
 from jax_fa.kernels import abi
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
-from jax_fa.variants import ARCHS, BY_NAME, Operation
+from jax_fa.variants import ARCHS, Operation, arch_name
 
 if TYPE_CHECKING:
     from jax_fa.emulator import Report
@@ -86,7 +86,7 @@ def _settings(arch: str | None, seed: int, completion: Completion, num_sms: int)
 
 
 def _only_compiled() -> str:
-    compiled = sorted({BY_NAME[name].arch for name in bindings.compiled()})
+    compiled = sorted({arch_name(name) for name in bindings.compiled()})
     if len(compiled) == 1:
         return compiled[0]
     if not compiled:

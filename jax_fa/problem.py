@@ -42,12 +42,15 @@ class Semantics:
         band: which keys a query may see.
         soft_cap: logits are bounded to ``(-soft_cap, soft_cap)``; None leaves them.
         deterministic: the backward gives identical bits on every run.
+        mask_mod: name of a function that hides further keys (``jax_fa/mask_mods.py``); None for
+            none.
     """
 
     scale: float
     band: Band = field(default_factory=Band)
     soft_cap: float | None = None
     deterministic: bool = False
+    mask_mod: str | None = None
 
 
 class Operands(NamedTuple):

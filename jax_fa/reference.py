@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_fa import mask_mods
 from jax_fa.band import Window, key_range
 from jax_fa.problem import Gradients, Operands, Semantics
 
@@ -78,8 +79,7 @@ def _visibility(operands: Operands, semantics: Semantics) -> _Visibility:
     count = operands.num_sequences
     q_len = _sequence_lengths(count, q_shape[1], operands.cu_seqlens_q, operands.q_lengths)
     kv_len = _sequence_lengths(count, kv_shape[1], operands.cu_seqlens_k, operands.kv_lengths)
-    shift = band.shift(q_len, kv_len, 0 if operands.q_offset is None else operands.q_offset)
-    shift = jnp.broadcast_to(jnp.asarray(shift, jnp.int32), (count,))
+    shift = _diagonals(operands, semantics)
     if count == 0:
         return _Visibility(rows.used, keys.used, jnp.zeros((*q_shape, kv_shape[1]), bool))
     window = Window(
@@ -98,6 +98,36 @@ def _visibility(operands: Operands, semantics: Semantics) -> _Visibility:
     if operands.q_segments is not None:
         pairs &= operands.q_segments[:, :, None] == operands.kv_segments[:, None, :]
     return _Visibility(rows.used, keys.used, pairs)
+
+
+def _diagonals(operands: Operands, semantics: Semantics) -> Array:
+    """[M] key position of query row 0 of each sequence."""
+    count = operands.num_sequences
+    q_len = _sequence_lengths(count, operands.q.shape[1], operands.cu_seqlens_q, operands.q_lengths)
+    kv_len = _sequence_lengths(
+        count, operands.k.shape[1], operands.cu_seqlens_k, operands.kv_lengths
+    )
+    offset = 0 if operands.q_offset is None else operands.q_offset
+    shift = semantics.band.shift(q_len, kv_len, offset)
+    return jnp.broadcast_to(jnp.asarray(shift, jnp.int32), (count,))
+
+
+def _seen_by_function(operands: Operands, semantics: Semantics) -> Array:
+    """What ``mask_mod`` leaves visible, [B|1, N|1, T|1, S|1]."""
+    assert semantics.mask_mod is not None
+    rows = _tokens(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
+    keys = _tokens(operands.k.shape[:2], operands.cu_seqlens_k, operands.kv_lengths)
+    if operands.num_sequences == 0:
+        return jnp.ones((1, 1, 1, 1), bool)
+    diagonal = rows.position + _diagonals(operands, semantics)[rows.sequence]  # [B, T]
+    visible = mask_mods.resolve(semantics.mask_mod)(
+        rows.sequence[:, None, :, None],
+        jnp.arange(operands.q.shape[2], dtype=jnp.int32)[None, :, None, None],
+        diagonal[:, None, :, None],
+        keys.position[:, None, None, :],
+    )
+    visible = jnp.asarray(visible, bool)
+    return visible.reshape((1,) * (4 - visible.ndim) + visible.shape)
 
 
 def _sinks_per_row(operands: Operands) -> Array | None:
@@ -157,6 +187,9 @@ def _scores(
         logits, slope = semantics.soft_cap * bounded, 1 - bounded**2
     if seen.pairs is not None:
         logits = jnp.where(seen.pairs[:, None, None], logits, -jnp.inf)
+    if semantics.mask_mod is not None:
+        visible = _seen_by_function(operands, semantics)
+        logits = jnp.where(_per_head(visible, num_kv_heads), logits, -jnp.inf)
     if mask is not None:
         logits = jnp.where(_per_head(mask, num_kv_heads), logits, -jnp.inf)
     return _Scores(logits, slope, seen.rows, q, k, v)

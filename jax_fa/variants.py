@@ -10,10 +10,11 @@ a soft cap they are not split.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jax_fa import mask_mods
 from jax_fa.band import UNBOUNDED
 from jax_fa.config import BLACKWELL, BLACKWELL_BACKWARD_HEADS, BLACKWELL_HEADS, KernelKey
 from jax_fa.kernels.abi import MASK_CLASSES, MaskClass, kv_splits
@@ -94,9 +95,10 @@ class Variant:
         values = "" if key.value_dim == key.head_dim else f"v{key.value_dim}"
         cap = "_cap" if key.has_soft_cap else ""
         split = "_split" if key.is_split else ""
+        mod = "" if key.mask_mod is None else f"_mod_{mask_mods.identifier(key.mask_mod)}"
         return (
             f"{self.operation}_{self.arch}_{SHORT_DTYPES[key.dtype]}_d{key.head_dim}{values}"
-            f"_{key.mask}{cap}{split}"
+            f"_{key.mask}{cap}{split}{mod}"
         )
 
 
@@ -120,6 +122,22 @@ VARIANTS = tuple(_enumerate())
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
+def with_mask_mod(chosen: Iterable[Variant], mask_mod: str) -> list[Variant]:
+    """The variants that serve a mask function where ``chosen`` serve none: further forwards."""
+    return [
+        replace(variant, key=replace(variant.key, mask_mod=mask_mod))
+        for variant in chosen
+        if variant.operation == "fwd"
+        and variant.key.mask == "general"
+        and not (variant.key.is_split or variant.key.has_soft_cap)
+    ]
+
+
+def arch_name(name: str) -> str:
+    """The family that the variant of this name runs on."""
+    return name.split("_")[1]
+
+
 def arch_of(capability: str) -> Arch | None:
     """The family whose kernels a GPU of compute capability such as "9.0" runs; None if none."""
     return next((arch for arch in ARCHS if arch.capability == capability), None)
@@ -131,7 +149,10 @@ def mask_class(problem: Problem) -> MaskClass:
     has_extras = (
         problem.has_lengths or problem.has_segments or problem.has_offset or problem.is_packed
     )
-    if has_extras or problem.semantics.soft_cap is not None or band.left_bound != UNBOUNDED:
+    semantics = problem.semantics
+    if has_extras or semantics.soft_cap is not None or semantics.mask_mod is not None:
+        return "general"
+    if band.left_bound != UNBOUNDED:
         return "general"
     if band.right_bound == UNBOUNDED:
         return "full"
@@ -158,12 +179,14 @@ def find(
         problem.value_dim,
         mask_class(problem),
         problem.semantics.soft_cap is not None,
+        mask_mod=problem.semantics.mask_mod,
     )
     candidates = [Variant(operation, arch.name, key)]
     if operation == "fwd" and kv_splits(problem) > 1:
         split = replace(key, mask="general", is_split=True)
         candidates.insert(0, Variant(operation, arch.name, split))
-    known = (v for v in candidates if v.name in compiled and v.name in BY_NAME)
+    is_extra = key.mask_mod is not None
+    known = (v for v in candidates if v.name in compiled and (is_extra or v.name in BY_NAME))
     return next(known, None)
 
 
@@ -208,6 +231,14 @@ def nearest(
         )
         return f"kernels for {arch.name} have D/Dv {listed}, not {asked[0]}/{asked[1]}.{advice}"
     cap = " with a soft cap" if problem.semantics.soft_cap is not None else ""
+    mask_mod = problem.semantics.mask_mod
+    if mask_mod is not None and operation == "bwd":
+        return f"backward kernels take no mask_mod such as {mask_mod!r}."
+    if mask_mod is not None:
+        return (
+            f"no kernel{cap} for {arch.name} is compiled with mask_mod={mask_mod!r}. Forwards "
+            f"without a soft cap are, by python -m jax_fa.aot --mask-mod {mask_mod}."
+        )
     same = [
         variant.name
         for variant in here

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jax_fa import mask_mods
 from jax_fa.problem import Operands, Semantics
 
 ULP = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -107,8 +108,9 @@ def visible(operands: Operands, semantics: Semantics) -> np.ndarray:
     if band.alignment == "bottom_right":
         shift += keys.lengths - rows.lengths
     shift = np.append(shift, 0)  # sequence -1
+    diagonal = (rows.position + shift[rows.sequence])[:, :, None]
     # How far a key lies beyond the diagonal of a query.
-    beyond = keys.position[:, None, :] - (rows.position + shift[rows.sequence])[:, :, None]
+    beyond = keys.position[:, None, :] - diagonal
     if band.is_causal:
         pairs &= beyond <= 0
     if band.left is not None:
@@ -118,6 +120,10 @@ def visible(operands: Operands, semantics: Semantics) -> np.ndarray:
     if operands.q_segments is not None:
         q_segments, kv_segments = np.asarray(operands.q_segments), np.asarray(operands.kv_segments)
         pairs &= q_segments[:, :, None] == kv_segments[:, None, :]
+    if semantics.mask_mod is not None:
+        function = mask_mods.resolve(semantics.mask_mod)
+        by_integers = np.vectorize(lambda i, j: function(0, 0, int(i), int(j)), otypes=[bool])
+        pairs &= by_integers(diagonal, keys.position[:, None, :])
     return pairs
 
 

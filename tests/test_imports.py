@@ -32,6 +32,7 @@ class Layer:
 TOWERS = {
     "planning": (
         Layer("band"),
+        Layer("mask_mods"),
         Layer("problem"),
         Layer("kernels.abi"),
         Layer("config"),

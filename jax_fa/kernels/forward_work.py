@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from jax_fa import mask_mods
 from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, kv_blocks, part_of
 from jax_fa.config import KernelKey
 from jax_fa.kernels import edges, primitives, segments, tiles
@@ -31,6 +32,11 @@ class Variant(NamedTuple):
     def is_split(self) -> bool:
         """Several CTAs share the keys of a tile, and write parts of its result."""
         return self.key.is_split
+
+    @property
+    def mask_function(self) -> mask_mods.MaskFunction | None:
+        """What hides further keys, beside all else."""
+        return None if self.key.mask_mod is None else mask_mods.resolve(self.key.mask_mod)
 
     @property
     def dtype(self) -> type:
@@ -150,6 +156,9 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
             first_alike, end_alike = segments.alike(x.smem.segment_keys, block_kv)
             full_start = cutlass.min(cutlass.max(full_start, first_alike), end)
             full_end = cutlass.max(cutlass.min(full_end, end_alike), full_start)
+    if const_expr(variant.key.mask_mod is not None):
+        # Nobody knows which blocks the function leaves whole.
+        full_start, full_end = start, start
     split = Int32(0)
     if const_expr(variant.is_split):
         # The order counts every part of a tile as a head of its own.

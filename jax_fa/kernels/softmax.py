@@ -207,6 +207,22 @@ def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int3
             scores[row, i] = scores[row, i] if key == row_ids[row] else -Float32.inf
 
 
+@cute.jit
+def mask_by_function(
+    acc: cute.Tensor, function: cutlass.Constexpr, rows: list, first_key: Int32
+) -> None:
+    """Sets the scores of keys that a mask function hides to -inf.
+
+    ``rows`` are the positions of this thread's rows, ``first_key`` that of its first column.
+    """
+    scores = primitives.by_row(acc)
+    for row in cutlass.range_constexpr(ROWS):
+        for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            key = first_key + primitives.column_of(i)
+            is_visible = function(Int32(0), Int32(0), rows[row], key)
+            scores[row, i] = scores[row, i] if is_visible else -Float32.inf
+
+
 # What follows is for threads that hold one whole row each, in column order.
 
 
@@ -347,6 +363,17 @@ def same_segment_bits(row_id: Int32, ids: cute.Pointer, last: Int32) -> Int32:
     # Rolled: unrolled, the compiler has all words in registers at once, beside the scores.
     for i in cutlass.range(WORD, unroll=1):
         bits = bits | (Int32(cute.arch.shuffle_sync(mine, i) == row_id) << i)
+    return bits
+
+
+@cute.jit
+def bits_by_function(function: cutlass.Constexpr, position: Int32, first_key: Int32) -> Int32:
+    """Bit i tells whether a mask function lets a row at ``position`` see key ``first_key + i``."""
+    bits = Int32(0)
+    # Rolled, as in same_segment_bits.
+    for i in cutlass.range(WORD, unroll=1):
+        is_visible = function(Int32(0), Int32(0), position, first_key + i)
+        bits = bits | (Int32(is_visible) << i)
     return bits
 
 

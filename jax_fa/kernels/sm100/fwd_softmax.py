@@ -54,6 +54,8 @@ def blocks_of_rows(
             first_alike, end_alike = segments.alike(x.smem.segment_keys, BLOCK_KV)
             full_start = cutlass.min(cutlass.max(full_start, first_alike), end)
             full_end = cutlass.max(cutlass.min(full_end, end_alike), full_start)
+    if const_expr(variant.key.mask_mod is not None):
+        full_start, full_end = start, start
     return Blocks(start, full_start, full_end, end)
 
 
@@ -205,6 +207,7 @@ class Sight(NamedTuple):
     segment: Int32
     kv_row: Int32  # of key 0 in kv_segments
     kv_len: Int32
+    diagonal: Int32  # the row's position among the keys
 
 
 @cute.jit
@@ -219,7 +222,7 @@ def _sight_of(variant: cutlass.Constexpr, x: Context, work: Work, number: Int32)
             row = work.tile.batch * sequences.q_len + span.q_start + row
             segment = tiles.element(x.scalars.q_segments, row)
     kv_row = work.tile.batch * sequences.kv_len + span.kv_start
-    return Sight(keys.lo, keys.hi, segment, kv_row, span.kv_len)
+    return Sight(keys.lo, keys.hi, segment, kv_row, span.kv_len, number + work.window.shift)
 
 
 @cute.jit
@@ -236,6 +239,10 @@ def _mask(variant: cutlass.Constexpr, x: Context, sight: Sight, rS: cute.Tensor,
                 ids = x.scalars.kv_segments + sight.kv_row + cutlass.max(at, 0)
                 last = sight.kv_len - 1 - cutlass.max(at, 0)
                 bits = bits & softmax.same_segment_bits(sight.segment, ids, cutlass.max(last, 0))
+        if const_expr(variant.key.mask_mod is not None):
+            bits = bits & softmax.bits_by_function(
+                variant.mask_function, sight.diagonal, first_key + first
+            )
         softmax.mask_by_bits(rS, bits, first)
 
 

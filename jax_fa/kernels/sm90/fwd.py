@@ -200,6 +200,9 @@ def mask_block(
             softmax.mask_segments(
                 scores, row_ids, scalars.kv_segments + (kv_base + first_key), last
             )
+    if const_expr(variant.key.mask_mod is not None):
+        diagonals = [row + 8 * r + work.window.shift for r in range(softmax.ROWS)]
+        softmax.mask_by_function(scores, variant.mask_function, diagonals, first_key)
 
 
 @cute.jit
