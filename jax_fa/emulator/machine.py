@@ -45,6 +45,8 @@ class Options:
         False collects those in the report.
       strict_ld: tcgen05.ld results may not be used before tcgen05.wait::ld. Off by default,
         since compilers leave that wait to ptxas.
+      starved: index of a warp, in every CTA, that runs only when no other can and lets others run
+        at every synchronisation instruction; finds what is right only while warps keep pace.
       resident: clusters that run at the same time; more are admitted when all of them wait.
       max_segments: budget of straight runs of instructions, against endless loops.
     """
@@ -52,6 +54,7 @@ class Options:
     completion: str = "random"
     strict: bool = True
     strict_ld: bool = False
+    starved: int | None = None
     resident: int = 1
     max_segments: int = 50_000_000
 
@@ -220,7 +223,11 @@ class Machine:
             return None
         start = int(self.random.choice(range(len(fragments))))
         order = fragments[start:] + fragments[:start]
-        for fragment in order if self.random.chance(0.5) else reversed(order):
+        if self.random.chance(0.5):
+            order.reverse()
+        if self.options.starved is not None:
+            order.sort(key=lambda fragment: fragment.warp.index == self.options.starved)
+        for fragment in order:
             if fragment.wait is None or fragment.wait.ready():
                 return fragment
         return None
@@ -510,7 +517,7 @@ class Machine:
             fragment.wait = wait
             return True
         fragment.segment = segment.next
-        return self.random.chance(0.25)
+        return warp.index == self.options.starved or self.random.chance(0.25)
 
 
 def _blame(error: Exception, warp: Warp, line: int) -> None:
