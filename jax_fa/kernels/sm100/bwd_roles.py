@@ -430,8 +430,9 @@ def _step(
         cute.arch.fence_view_async_tmem_load()
         words = _differentiate(variant, key, factors[None, j], rDp, (delta, j * DS_CHUNK))
         cute.copy(key.ds.copy, words, key.ds.tmem[None, None, j])
-        flat = cute.make_tensor(words.iterator, cute.make_layout(cute.size(words)))
-        _put_ds(x, key, cute.recast_tensor(flat, variant.dtype), j * DS_CHUNK)
+        rounded = cute.recast_tensor(words, variant.dtype)
+        first = key.first_query + j * DS_CHUNK
+        primitives.copy_row(rounded, x.smem.ds[key.row, None], first)
     # HAZARD: dS in smem was written through the generic proxy, the tensor core reads through the
     # async one; in tensor memory, stores are not complete until waited for.
     cute.arch.fence_view_async_shared()
@@ -501,16 +502,6 @@ def _differentiate(
             )
     primitives.narrow(dp, cute.recast_tensor(words, variant.dtype))
     return words
-
-
-@cute.jit
-def _put_ds(x: Context, key: Key, rounded: cute.Tensor, first: cutlass.Constexpr[int]):
-    """Writes dS of 16 queries to this thread's row of shared memory, 16 bytes at a time."""
-    row = x.smem.ds[key.row, None]
-    own = key.first_query // primitives.VECTOR + first // primitives.VECTOR
-    for i in cutlass.range_constexpr(DS_CHUNK // primitives.VECTOR):
-        target = cute.local_tile(row, (primitives.VECTOR,), (own + i,))
-        cute.autovec_copy(cute.local_tile(rounded, (primitives.VECTOR,), (i,)), target)
 
 
 @cute.jit
