@@ -15,10 +15,9 @@ BLACKWELL = ("sm_100f", "sm_103f", "sm_110f")
 """Targets: B200 and GB200; B300 and GB300; Thor."""
 BLACKWELL_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """(D, Dv) that are compiled for Blackwell."""
-BLACKWELL_BACKWARD_HEADS = ((64, 64), (96, 96), (128, 128))
-"""(D, Dv) of its backward. With 192/128, S, dP, dV and dK alone want 576 columns of 512: dP would
-have to take the place of S, and every product to wait for the one before. With 256/256, dV and dK
-of 128 keys are all of tensor memory: it wants tiles of 64 keys, or two CTAs that share columns."""
+BLACKWELL_BACKWARD_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128))
+"""(D, Dv) of its backward. With 256/256, dV and dK of 128 keys are all of tensor memory: it wants
+tiles of 64 keys, or two CTAs that share columns."""
 _WRITTEN = f"kernels are written for sm_90a, {', '.join(BLACKWELL)}"
 
 # Cycles per 128 x 128 block and SM at 16 exponentials, 8192 flops and 128 lane instructions a
@@ -302,6 +301,7 @@ def blackwell_backward(key: KernelKey) -> BlackwellBackward:
         )
     # An even number of pieces of dQ, so that a piece knows its stage at compile time.
     add_columns = 48 if key.head_dim == 96 else 32
-    # With D = 128 shared memory is full.
-    dout_stages = 1 if key.head_dim == 128 else 2
-    return BlackwellBackward(2, dout_stages, add_columns)
+    # From D = 128 on shared memory is full.
+    q_stages = 1 if key.head_dim > 128 else 2
+    dout_stages = 1 if key.head_dim >= 128 else 2
+    return BlackwellBackward(q_stages, dout_stages, add_columns)

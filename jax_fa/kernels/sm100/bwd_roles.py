@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from jax_fa.band import ceil_div, first_kv_block, row_range
@@ -17,6 +17,7 @@ from jax_fa.kernels.backward_work import Step, Work, first_step, following, tile
 from jax_fa.kernels.sm100.bwd_work import (
     Context,
     Product,
+    Products,
     Variant,
     make_products,
     slot_of,
@@ -26,13 +27,15 @@ from jax_fa.kernels.sm100.plan_bwd import (
     ADD_WARPS,
     HALF,
     ROWS,
-    dq_overlays_dp,
+    dq_overlays,
 )
 
 CHUNK = softmax.WORD
 """Columns of S that a thread masks and turns into P at a time; of dQ, that it loads at a time."""
 DS_CHUNK = 16
 """Columns of dP that a thread turns into dS at a time; twice as many spill, beside 64 of P."""
+MOST_DQ_COLUMNS = 128
+"""Columns of dQ that the role add has room for in registers."""
 GRADIENT_COLUMNS = 16
 """Columns of dK or dV that a thread has in registers at a time."""
 STATS_AT_ONCE = 4
@@ -205,87 +208,147 @@ class MmaPipes(NamedTuple):
 
 @cute.jit
 def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
-    """Issues all products: S dP dV, then (S' dK dQ dP' dV') per query tile, then dK dQ. One warp.
-
-    A query tile's exponentials run beside dK and dQ of the tile before, and its dS beside dV and
-    the next S.
+    """Issues all products of every query tile. One warp.
 
     waits   k, v, q, dout full (load), p, ds full, dv, dk empty (attend), dq empty (add)
     signals s, dp, dv, dk full (attend), dq full (add), k, v, q, dout empty (load)
     """
-    k, v, q, dout, s, p, dp, ds, dq, dv, dk = pipes
+    k, dv, dk = pipes.k, pipes.dv, pipes.dk
+    ends = Ends(pipes.v, pipes.q, pipes.dout, pipes.p, pipes.ds, pipes.dq)
     products = make_products(variant, x)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         if work.num_steps > 0:
             k_full = k.wait_and_advance()
-            q_full = q.wait_and_advance()
-            _multiply(products.s, q_full)
-            s.commit()
-            v_full = v.wait_and_advance()
-            dv.acquire()
-            dk.acquire()
-            primitives.after_thread_sync()
-            dout, p, dq = _multiply_dout(variant, products, False, (dout, dp, p, dq))
-            for i in cutlass.range(work.num_steps - 1, unroll=1):
-                q_next = q.wait_and_advance()
-                _multiply(products.s, q_next)
-                s.commit()
-                ds, dq = _multiply_ds(variant, products, i > 0, q_full, (ds, dq))
-                q_full.release()
-                dout, p, dq = _multiply_dout(variant, products, True, (dout, dp, p, dq))
-                q_full = q_next
-            v_full.release()
-            dv.commit()
-            dv.advance()
-            ds, dq = _multiply_ds(variant, products, work.num_steps > 1, q_full, (ds, dq))
-            q_full.release()
+            here = pipes._replace(dv=dv, dk=dk)
+            if const_expr(dq_overlays(variant.key) == "s"):
+                ends = _sweep_in_turn(variant, products, here, work.num_steps, ends)
+            else:
+                ends = _sweep(variant, products, here, work.num_steps, ends)
             k_full.release()
+            dv.advance()
             dk.commit()
             dk.advance()
         tile = tile_at(variant, x, tile.slot + 1)
 
 
-@cute.jit
-def _multiply(product: Product, b_full):
-    """Issues a product that begins a sum; ``b_full`` says which stage its B is in."""
-    b = product.b[None, None, None, b_full.index]
-    slabs = range(cute.size(product.a, mode=[2]))
-    primitives.issue_umma(product.mma, product.acc, product.a, b, False, slabs)
+class Ends(NamedTuple):
+    """Those of ``MmaPipes`` that advance with every query tile, and v."""
+
+    v: PipelineConsumer
+    q: PipelineConsumer
+    dout: PipelineConsumer
+    p: PipelineConsumer
+    ds: PipelineConsumer
+    dq: PipelineProducer
 
 
 @cute.jit
-def _multiply_dout(variant: cutlass.Constexpr, products: tuple, accumulate, ends: tuple) -> tuple:
-    """Issues dP and, once P is there, dV of a query tile; returns the ends of dout, p, dq."""
-    dout, dp, p, dq = ends
-    dout_full = dout.wait_and_advance()
-    if const_expr(dq_overlays_dp(variant.key)):
+def _sweep(
+    variant: cutlass.Constexpr, products: Products, pipes: MmaPipes, num_steps: Int32, ends: Ends
+) -> Ends:
+    """Issues S dP dV, then (S' dK dQ dP' dV') per query tile, then dK dQ; returns advanced ends.
+
+    A query tile's exponentials run beside dK and dQ of the tile before, its dS beside dV and the
+    next S.
+    """
+    v, q, dout, p, ds, dq = ends
+    q_full = q.wait_and_advance()
+    _multiply(products.s, q_full, False)
+    pipes.s.commit()
+    v_full = v.wait_and_advance()
+    pipes.dv.acquire()
+    pipes.dk.acquire()
+    primitives.after_thread_sync()
+    dout, p, dq = _multiply_dout(variant, products, pipes.dp, False, (dout, p, dq))
+    for i in cutlass.range(num_steps - 1, unroll=1):
+        q_next = q.wait_and_advance()
+        _multiply(products.s, q_next, False)
+        pipes.s.commit()
+        ds, dq = _multiply_ds(variant, products, i > 0, q_full, (ds, dq))
+        dout, p, dq = _multiply_dout(variant, products, pipes.dp, True, (dout, p, dq))
+        q_full = q_next
+    v_full.release()
+    pipes.dv.commit()
+    ds, dq = _multiply_ds(variant, products, num_steps > 1, q_full, (ds, dq))
+    return Ends(v, q, dout, p, ds, dq)
+
+
+@cute.jit
+def _sweep_in_turn(
+    variant: cutlass.Constexpr, products: Products, pipes: MmaPipes, num_steps: Int32, ends: Ends
+) -> Ends:
+    """Issues S dP dV dK dQ per query tile; returns advanced ends. Note [In turn]."""
+    v, q, dout, p, ds, dq = ends
+    v_full = v.wait_and_advance()
+    pipes.dv.acquire()
+    pipes.dk.acquire()
+    for i in cutlass.range(num_steps, unroll=1):
+        q_full = q.wait_and_advance()
         dq.acquire()
         primitives.after_thread_sync()
-    _multiply(products.dp, dout_full)
+        _multiply(products.s, q_full, False)
+        pipes.s.commit()
+        dout_full = dout.wait_and_advance()
+        p.wait_and_advance()
+        primitives.after_thread_sync()
+        _multiply(products.dp, dout_full, False)
+        pipes.dp.commit()
+        _multiply(products.dv, dout_full, i > 0)
+        dout_full.release()
+        ds, dq = _multiply_ds(variant, products, i > 0, q_full, (ds, dq))
+    v_full.release()
+    pipes.dv.commit()
+    return Ends(v, q, dout, p, ds, dq)
+
+
+@cute.jit
+def _multiply(product: Product, b_full, accumulate: Boolean | bool):
+    """Issues a product; ``b_full`` says which stage its B is in."""
+    b = product.b[None, None, None, b_full.index]
+    slabs = range(cute.size(product.a, mode=[2]))
+    primitives.issue_umma(product.mma, product.acc, product.a, b, accumulate, slabs)
+
+
+@cute.jit
+def _multiply_dout(
+    variant: cutlass.Constexpr,
+    products: Products,
+    dp: PipelineProducer,
+    accumulate: Boolean | bool,
+    ends: tuple,
+) -> tuple:
+    """Issues dP and, once P is there, dV of a query tile; returns the ends of dout, p, dq."""
+    dout, p, dq = ends
+    dout_full = dout.wait_and_advance()
+    if const_expr(dq_overlays(variant.key) == "dp"):
+        dq.acquire()
+        primitives.after_thread_sync()
+    _multiply(products.dp, dout_full, False)
     dp.commit()
     p.wait_and_advance()
     primitives.after_thread_sync()
-    mma, acc, a, b = products.dv
-    b = b[None, None, None, dout_full.index]
-    primitives.issue_umma(mma, acc, a, b, accumulate, range(cute.size(a, mode=[2])))
+    _multiply(products.dv, dout_full, accumulate)
     dout_full.release()
     return dout, p, dq
 
 
 @cute.jit
 def _multiply_ds(
-    variant: cutlass.Constexpr, products: tuple, accumulate, q_full, ends: tuple
+    variant: cutlass.Constexpr,
+    products: Products,
+    accumulate: Boolean | bool,
+    q_full,
+    ends: tuple,
 ) -> tuple:
     """Issues dK and dQ of a query tile, once dS is there; returns the ends of ds, dq."""
     ds, dq = ends
     ds.wait_and_advance()
     primitives.after_thread_sync()
-    mma, acc, a, b = products.dk
-    b = b[None, None, None, q_full.index]
-    primitives.issue_umma(mma, acc, a, b, accumulate, range(cute.size(a, mode=[2])))
-    if const_expr(not dq_overlays_dp(variant.key)):
+    _multiply(products.dk, q_full, accumulate)
+    q_full.release()
+    if const_expr(dq_overlays(variant.key) == ""):
         dq.acquire()
         primitives.after_thread_sync()
     mma, acc, a, b = products.dq
@@ -326,19 +389,29 @@ class Key(NamedTuple):
 
 
 def _make_key(variant: Variant, x: Context) -> Key:
-    thread = cute.arch.thread_idx()[0] - variant.plan.role("attend").warps.start * edges.WARP
+    plan = variant.plan
+    thread = cute.arch.thread_idx()[0] - plan.role("attend").warps.start * edges.WARP
     half = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
-    row, own = thread % edges.WARPGROUP, x.tmem + half * HALF
-    s, dp = (variant.plan.columns(name).start for name in ("s", "dp"))
-    p, ds = (variant.plan.columns(name) for name in ("p0", "ds0"))
+    row, own = thread % edges.WARPGROUP, half * HALF
+    s, dp = (
+        primitives.tmem_rows(x.tmem + own, plan.columns(name).start, HALF) for name in ("s", "dp")
+    )
+    p, ds = (_own_words(variant, x, name, half) for name in ("p", "ds"))
     return Key(
         row,
-        half * HALF,
-        primitives.tmem_load(primitives.tmem_rows(own, s, HALF), CHUNK, row),
-        primitives.tmem_store(primitives.tmem_rows(own, p.start, p.cols), CHUNK // 2, row),
-        primitives.tmem_load(primitives.tmem_rows(own, dp, HALF), DS_CHUNK, row),
-        primitives.tmem_store(primitives.tmem_rows(own, ds.start, ds.cols), DS_CHUNK // 2, row),
+        own,
+        primitives.tmem_load(s, CHUNK, row),
+        primitives.tmem_store(p, CHUNK // 2, row),
+        primitives.tmem_load(dp, DS_CHUNK, row),
+        primitives.tmem_store(ds, DS_CHUNK // 2, row),
     )
+
+
+def _own_words(variant: Variant, x: Context, name: str, half: Int32) -> cute.Tensor:
+    """A half of P or dS in tensor memory."""
+    first, second = (variant.plan.columns(f"{name}{i}") for i in range(2))
+    own = x.tmem + half * (second.start - first.start)
+    return primitives.tmem_rows(own, first.start, first.cols)
 
 
 @cute.jit
@@ -407,6 +480,10 @@ def _step(
     primitives.after_thread_sync()
     cute.copy(key.s.copy, key.s.tmem, rS)
     cute.arch.fence_view_async_tmem_load()
+    if const_expr(dq_overlays(variant.key) == "s"):
+        # HAZARD: P of the second warpgroup goes where S of the first one was.
+        read = variant.plan.barrier("read")
+        cute.arch.barrier(barrier_id=read.index, number_of_threads=read.threads)
     lse2 = x.smem.stats[None, 0, stats_full.index]
     for j in cutlass.range_constexpr(HALF // CHUNK):
         scores = rS[None, None, j]
@@ -647,24 +724,28 @@ def _add_tile(
     config, head_dim = variant.config, variant.key.head_dim
     thread, lane = cute.arch.thread_idx()[0] % edges.WARPGROUP, cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(thread // edges.WARP)
-    columns = variant.plan.columns("dq")
-    tDq = primitives.tmem_rows(x.tmem, columns.start, columns.cols)
-    loads = primitives.tmem_load(tDq, CHUNK, thread)
-    rDq = loads.whole_row()  # (D)
+    at_once = head_dim if const_expr(head_dim <= MOST_DQ_COLUMNS) else config.add_columns
     full = dq.wait_and_advance()
     primitives.after_thread_sync()
-    cute.copy(loads.copy, loads.tmem, rDq)
-    cute.arch.fence_view_async_tmem_load()
-    primitives.before_thread_sync()
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        full.release()
-    if const_expr(deterministic):
-        _await_turn(variant, x, work, at)
     fours = config.add_columns // backward_rows.FLOATS
     sums = slot_of(x.scratch, work.scratch_row + at.q_block * ROWS, at.head, head_dim)
     own = warp * (edges.WARP * head_dim // backward_rows.FLOATS)
     for j in cutlass.range_constexpr(head_dim // config.add_columns):
+        first = j * config.add_columns
+        if const_expr(first % at_once == 0):
+            start = variant.plan.columns("dq").start + first
+            tDq = primitives.tmem_rows(x.tmem, start, at_once)
+            loads = primitives.tmem_load(tDq, CHUNK, thread)
+            rDq = loads.whole_row()  # (at_once)
+            cute.copy(loads.copy, loads.tmem, rDq)
+            cute.arch.fence_view_async_tmem_load()
+        if const_expr(first + at_once == head_dim):
+            primitives.before_thread_sync()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                full.release()
+        if const_expr(deterministic and j == 0):
+            _await_turn(variant, x, work, at)
         stage = j % ADD_STAGES
         # The piece before last was in the same place; the last one may still be on its way.
         cute.arch.cp_async_bulk_wait_group(ADD_STAGES - 1, read=True)
@@ -673,7 +754,7 @@ def _add_tile(
         for i in cutlass.range_constexpr(fours):
             four = cute.make_rmem_tensor((backward_rows.FLOATS,), Float32)
             for column in cutlass.range_constexpr(backward_rows.FLOATS):
-                four[column] = rDq[j * config.add_columns + i * backward_rows.FLOATS + column]
+                four[column] = rDq[first % at_once + i * backward_rows.FLOATS + column]
             cute.autovec_copy(four, sPiece[None, lane, i])
         # HAZARD: these stores went through the generic proxy, the addition reads through the async
         # one.

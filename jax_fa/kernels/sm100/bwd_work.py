@@ -165,13 +165,13 @@ def make_products(variant: Variant, x: Context) -> Products:
         Product(
             dv,
             accumulator(dv, "dv", key.value_dim),
-            _halves(variant, x, dv, "p0"),
+            _halves(variant, x, dv, "p"),
             b_in_smem(dv, dout_rows),
         ),
         Product(
             dk,
             accumulator(dk, "dk", key.head_dim),
-            _halves(variant, x, dk, "ds0"),
+            _halves(variant, x, dk, "ds"),
             b_in_smem(dk, q_rows),
         ),
         Product(
@@ -180,15 +180,16 @@ def make_products(variant: Variant, x: Context) -> Products:
     )
 
 
-def _halves(variant: Variant, x: Context, mma: cute.TiledMma, first: str) -> cute.Tensor:
-    """P or dS as A operand: two halves, each as far from the other as their S or dP is."""
+def _halves(variant: Variant, x: Context, mma: cute.TiledMma, name: str) -> cute.Tensor:
+    """P or dS as A operand, in two halves."""
     half = mma.make_fragment_A(mma.partition_shape_A((ROWS, HALF))).layout
     *modes, slabs = half.shape
     *strides, slab = half.stride
-    gap = HALF * 32 // variant.dtype.width
+    first, second = (variant.plan.columns(f"{name}{i}").start for i in range(2))
+    gap = (second - first) * 32 // variant.dtype.width
     layout = cute.make_layout((*modes, (slabs, 2)), stride=(*strides, (slab, gap)))
-    start = x.tmem + variant.plan.columns(first).start
-    return cute.make_tensor(cute.recast_ptr(start, dtype=variant.dtype), layout)
+    pointer = cute.recast_ptr(x.tmem + first, dtype=variant.dtype)
+    return cute.make_tensor(pointer, layout)
 
 
 def slot_of(scratch: Scratch, row: Int32, head: Int32, head_dim: int) -> cute.Tensor:

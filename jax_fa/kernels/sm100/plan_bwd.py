@@ -29,6 +29,13 @@ From D = 128 on, all four accumulators and dQ do not fit 512 columns, and dQ tak
 and dS. dK, which reads dS, is issued before. The next dP is issued once dQ is in registers: the
 role add has room for all of its row, and hands the columns back before it writes a word to shared
 memory. With smaller heads dQ has columns of its own, and only the next dQ waits.
+
+# Note [In turn]
+With D/Dv of 192/128, dV and dK leave 192 columns, which dQ takes all. S, then dP over the second
+half of S, then dQ over both take turns there, and every product waits for what threads make of the
+one before. P lies over the first half of S, so that dP may overwrite the second: the second
+warpgroup's P is stored over the first one's S, after a barrier of both behind their loads. Serial
+as it is, it spares users the fallback, which builds the score matrix.
 """
 
 from __future__ import annotations
@@ -56,6 +63,8 @@ from jax_fa.kernels.sm100.plan import (
 
 HALF = ROWS // 2
 """Queries of a tile that one warpgroup of the role attend works on: Note [Halves]."""
+HALF_WORDS = HALF * ELEMENT_BYTES // FLOAT_BYTES
+"""Columns of their P."""
 STATS = 2
 """Floats by query row: log2-sum-exp2 and delta."""
 ADD_STAGES = 2
@@ -65,9 +74,15 @@ WORDS_BYTES = 24
 """One more mbarrier, the address of tensor memory, three words (``kernels/segments.py``)."""
 
 
-def dq_overlays_dp(key: KernelKey) -> bool:
-    """True where dQ has no columns of its own: Note [dQ overwrites dP]."""
-    return 2 * ROWS + 2 * key.head_dim + key.value_dim > TMEM_COLS
+def dq_overlays(key: KernelKey) -> str:
+    """What dQ has no columns beside: "" for nothing, "dp", or "s" and "dp".
+
+    Notes [dQ overwrites dP], [In turn].
+    """
+    accumulators = key.head_dim + key.value_dim
+    if accumulators + 2 * ROWS + key.head_dim <= TMEM_COLS:
+        return ""
+    return "dp" if accumulators + 2 * ROWS <= TMEM_COLS else "s"
 
 
 def backward_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
@@ -102,9 +117,7 @@ def backward_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
             Buffer("stats", config.q_stages * stats_bytes),
             Buffer("words", WORDS_BYTES),
         ),
-        barriers=(
-            NamedBarrier("done", 1, 12 * WARP, "all that is read of tensor memory has been"),
-        ),
+        barriers=_barriers(key),
         smem_capacity_bytes=SMEM_CAPACITY_BYTES,
         tmem=_tmem(key),
     )
@@ -136,14 +149,22 @@ def _score_edges() -> tuple[Edge, ...]:
     )
 
 
+def _barriers(key: KernelKey) -> tuple[NamedBarrier, ...]:
+    done = NamedBarrier("done", 1, 12 * WARP, "all that is read of tensor memory has been")
+    if dq_overlays(key) != "s":
+        return (done,)
+    return done, NamedBarrier("read", 2, 8 * WARP, "all of S is in registers: Note [In turn]")
+
+
 def _tmem(key: KernelKey) -> tuple[TmemRange, ...]:
     """S dV dP dK, dQ where there is room, and halves of P and dS over those of S and dP."""
     d, dv = key.head_dim, key.value_dim
+    if dq_overlays(key) == "s":
+        return _tmem_in_turn(key)
     dp = ROWS + dv
     dk = dp + ROWS
-    words = HALF * ELEMENT_BYTES // FLOAT_BYTES
     dq, ds_over = TmemRange("dq", dk + d, d), "dp"
-    if dq_overlays_dp(key):
+    if dq_overlays(key) == "dp":
         dq, ds_over = TmemRange("dq", dp, d, "dp", "Note [dQ overwrites dP]"), "dq"
     return (
         TmemRange("s", 0, ROWS),
@@ -151,10 +172,30 @@ def _tmem(key: KernelKey) -> tuple[TmemRange, ...]:
         TmemRange("dp", dp, ROWS),
         TmemRange("dk", dk, d),
         dq,
-        TmemRange("p0", 0, words, "s", "Note [P overwrites S]"),
-        TmemRange("p1", HALF, words, "s", "Note [P overwrites S]"),
-        TmemRange("ds0", dp, words, ds_over, "Note [P overwrites S]"),
-        TmemRange("ds1", dp + HALF, words, ds_over, "Note [P overwrites S]"),
+        *_halves("p", (0, HALF), "s", "Note [P overwrites S]"),
+        *_halves("ds", (dp, dp + HALF), ds_over, "Note [P overwrites S]"),
+    )
+
+
+def _tmem_in_turn(key: KernelKey) -> tuple[TmemRange, ...]:
+    """Columns of dV and dK, and behind them dQ over dP over S."""
+    d, dv = key.head_dim, key.value_dim
+    s, dp, why = dv + d, dv + d + HALF, "Note [In turn]"
+    return (
+        TmemRange("dv", 0, dv),
+        TmemRange("dk", dv, d),
+        TmemRange("dq", s, d),
+        TmemRange("s", s, ROWS, "dq", why),
+        TmemRange("dp", dp, ROWS, "s", why),
+        *_halves("p", (s, s + HALF_WORDS), "s", why),
+        *_halves("ds", (dp, dp + HALF), "dp", "Note [P overwrites S]"),
+    )
+
+
+def _halves(name: str, starts: tuple[int, int], over: str, why: str) -> tuple[TmemRange, ...]:
+    """Both halves of P or dS."""
+    return tuple(
+        TmemRange(f"{name}{i}", start, HALF_WORDS, over, why) for i, start in enumerate(starts)
     )
 
 
