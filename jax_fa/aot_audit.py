@@ -22,6 +22,18 @@ from jax_fa.problem import Problem, Semantics
 from jax_fa.variants import Variant
 
 SMEM_CAPACITY_BYTES = 227 * 1024
+FLASH_ATTENTION_4 = {
+    ((64, 64), "full"): (2032, 452),
+    ((64, 64), "causal"): (2056, 452),
+    ((96, 96), "full"): (2072, 452),
+    ((128, 128), "full"): (2160, 420),
+    ((128, 128), "causal"): (2056, 452),
+    ((192, 128), "full"): (2164, 420),
+    ((192, 128), "causal"): (1928, 484),
+}
+"""Heads and mask -> warp instructions, and exponentials among them, that FlashAttention-4's forward
+takes for a tile that is not masked: counted like ours, in what its release 4.0.0b36 compiles to for
+compute capability 10.0 (DSL 4.8.1, quack-kernels 0.5.3)."""
 MMA_DEPTH = 16
 """Of one tensor core instruction for 16-bit elements."""
 _PLANS = {"fwd": ("plan", "forward_plan"), "bwd": ("plan_bwd", "backward_plan")}
