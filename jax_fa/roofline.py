@@ -318,17 +318,3 @@ def work(problem: Problem, operation: Operation, block: int) -> Work:
 def attainable_flops(gpu: Gpu, cycles: Cycles, intensity: float) -> float:
     """Operations per second under both roofs: SMs at their bound, and memory."""
     return min(gpu.peak_flops * cycles.efficiency, gpu.hbm_bytes * intensity)
-
-
-def flash_attention_4_polynomials(heads: tuple[int, int], mask: str) -> float:
-    """Share of exponentials that FlashAttention-4's forward evaluates as polynomials on B200.
-
-    Read off the settings of its release 4.0.0b36, where of each so many of 32 consecutive
-    exponentials four are polynomials, and some groups of 32 are left out.
-    """
-    d, _ = heads
-    if d == 192:
-        return 0.1875 if mask == "full" else 0.0625
-    if d == 256 or (d == 128 and mask == "full"):
-        return 0.1875
-    return 0.125

@@ -97,10 +97,9 @@ def test_issue_slots_are_384_and_640_for_each_polynomial(share):
     assert roofline.issue_cycles(B200, share) == 384 + 640 * share
 
 
-def test_flash_attention_4_is_bound_by_exponentials_at_small_heads():
-    share = roofline.flash_attention_4_polynomials((64, 64), "full")
-    assert forward(B200, (64, 64), share).exp2 == 896
-    assert forward(B200, (64, 64), share).efficiency == pytest.approx(0.57, abs=0.005)
+def test_an_eighth_of_polynomials_leaves_small_heads_bound_by_exponentials():
+    assert forward(B200, (64, 64), 1 / 8).exp2 == 896
+    assert forward(B200, (64, 64), 1 / 8).efficiency == pytest.approx(0.57, abs=0.005)
 
 
 def test_two_ctas_share_keys_and_values():

@@ -226,10 +226,13 @@ _CATALOGUE: dict[type, Callable[..., tuple[Access, ...]]] = {
 def accesses(key: KernelKey, config: object) -> tuple[Access, ...]:
     """Every kind of access of the kernel for ``key`` under ``config``, but for set-up code.
 
-    None of a kernel that is not listed here.
+    None of a kernel that is not listed here. Where keys are split, out does not pass through.
     """
     listed = _CATALOGUE.get(type(config))
-    return listed(key, config) if listed else ()
+    found = listed(key, config) if listed else ()
+    if key.is_split:
+        return tuple(access for access in found if not access.who.endswith(", out"))
+    return found
 
 
 def conflicts(found: Sequence[Access]) -> list[Access]:
