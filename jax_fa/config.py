@@ -89,6 +89,7 @@ class HopperForward:
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         q_in_registers: the query fragment is an operand in registers, not in shared memory.
+        packs_heads: query heads of a group share tiles; no Hopper kernel does.
     """
 
     block_kv: int
@@ -98,6 +99,7 @@ class HopperForward:
     consumer_registers: int = 240
     producer_registers: int = 24
     q_in_registers: bool = False
+    packs_heads: bool = False
 
     @property
     def block_q(self) -> int:
@@ -158,6 +160,7 @@ class BlackwellForward:
         ctas: that share their products; two on query blocks of one key/value head keep one half of
             every key and value block each.
         block_q: query rows of a CTA, 128 or 256.
+        packs_heads: query heads of a group share tiles where that saves some (``tiles.Packing``).
     """
 
     polynomials: int
@@ -168,6 +171,7 @@ class BlackwellForward:
     block_q: int = 256
     block_kv: int = 128
     is_persistent: bool = True
+    packs_heads: bool = True
 
 
 @dataclass(frozen=True)

@@ -220,8 +220,9 @@ def test_a_pair_of_ctas_is_right_on_the_emulator(tmp_path, head_dim, value_dim):
         results, wanted, report = run(built, key, (600, 300), (1, 1), seed)
         assert_close(results, wanted, "bfloat16")
     check_traffic(report, key, -(-600 // choose_forward(key).block_q))
-    # One query block by head: of three that share keys, two make a pair, and one is left over.
-    results, wanted, report = run(built, key, (100, 300), (6, 2), 5)
+    # One query block by head, too full to be packed: of three that share keys, two make a pair, and
+    # one is left over.
+    results, wanted, report = run(built, key, (choose_forward(key).block_q - 8, 300), (6, 2), 5)
     assert_close(results, wanted, "bfloat16")
     check_traffic(report, key, 3, 2)
 
@@ -237,3 +238,45 @@ def check_traffic(report, key, q_blocks, kv_heads=1):
     # The products of each query tile read its Q from shared memory, and half of K and V.
     read = q_tiles * 3 * 128 * (head_dim + (head_dim + value_dim) // 2)
     assert report.counters["bytes tcgen05.mma operands"] == 2 * turns * read
+
+
+@needs_dsl
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.parametrize("block_q", [128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 12, 16, 32, 71])
+def test_packed_tiles_hold_every_position_of_every_head_once(group, block_q):
+    from jax_fa.kernels import tiles
+
+    packing, num_kv_heads = tiles.packing(block_q, group), 2
+    for kv_head in range(num_kv_heads):
+        seen = []
+        for unit in range(packing.units):
+            head = kv_head * packing.units + unit
+            for first in range(0, 3 * packing.positions, packing.positions):
+                tile = tiles.Tile(True, 0, first // packing.positions, head, kv_head, 0)
+                rows = [tiles.row_at(packing, tile, first, row) for row in range(block_q)]
+                # What query tiles derive their key blocks from.
+                assert [row.position for row in rows[:: tiles.GRANULE]] == sorted(
+                    row.position for row in rows[:: tiles.GRANULE]
+                )
+                seen += [(row.position, row.head) for row in rows if row.is_there]
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        assert sorted(seen) == [(p, h) for p in range(3 * packing.positions) for h in heads]
+
+
+@needs_dsl
+@needs_compiler
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+def test_heads_of_a_group_share_tiles_of_short_queries(tmp_path):
+    key = KernelKey("sm_100f", "bfloat16", 64, 64, "general")
+    built = build(tmp_path, "sm100.fwd", key, choose_forward(key))
+    flops = {}
+    for num_q_heads in (2, 16):
+        results, wanted, report = run(built, key, (1, 300), (num_q_heads, 2), seed=num_q_heads)
+        assert_close(results, wanted, "bfloat16")
+        flops[num_q_heads] = report.counters["flops tcgen05.mma"]
+    # Eight heads cost what one does: a CTA's rows against 3 blocks of keys, for 2 key heads.
+    assert flops[16] == flops[2] == 2 * 3 * 2 * 2 * 256 * 128 * 64
+    for seed in range(5):
+        results, wanted, _ = run(built, key, (70, 300), (6, 2), seed)
+        assert_close(results, wanted, "bfloat16")

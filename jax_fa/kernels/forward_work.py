@@ -1,7 +1,8 @@
 """What the forward kernels of all architectures share: bundles, and what there is to do for a tile.
 
 A variant is anything with ``key``, ``config``, ``plan``, ``dtype`` and ``is_general``; a context
-``x`` anything with ``arrays``, ``scalars``, ``order``, ``smem`` and ``tma``.
+``x`` anything with ``arrays``, ``scalars``, ``order``, ``smem`` and ``tma``, and, if its config
+``packs_heads``, ``packing``.
 """
 
 from typing import Any, NamedTuple
@@ -104,15 +105,21 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
     return tile
 
 
+def positions_of_tile(variant: Variant, x: Any) -> Int32 | int:
+    """Query positions of a tile: its rows, unless heads share them."""
+    return x.packing.positions if variant.config.packs_heads else variant.config.block_q
+
+
 @cute.jit
 def span_of(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> tiles.Span:
     """The sequence of a tile. Called by whole warps."""
     sequences, zero = x.scalars.sequences, Int32(0)
     q_len, kv_len = sequences.q_len, sequences.kv_len
-    first_row = tile.q_block * variant.config.block_q
+    positions = positions_of_tile(variant, x)
+    first_row = tile.q_block * positions
     span = tiles.Span(tile.batch, zero, zero, q_len, q_len, kv_len, zero, first_row)
     if const_expr(variant.is_general):
-        span = tiles.locate(sequences, tile, variant.config.block_q)
+        span = tiles.locate(sequences, tile, positions)
     return span
 
 
@@ -128,7 +135,7 @@ def band_of(variant: Variant, x: Any, span: tiles.Span) -> tuple[Window, Blocks]
     blocks = kv_blocks(
         window,
         span.first_row,
-        config.block_q,
+        positions_of_tile(variant, x),
         config.block_kv,
         minimum=cutlass.min,
         maximum=cutlass.max,
@@ -168,14 +175,12 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
 
 
 @cute.jit
-def sink_of(variant: cutlass.Constexpr, x: Any, work: Work) -> Float32:
-    """The sink of a tile's head, -inf for none; the first part of the keys alone counts it."""
+def sink_of(variant: cutlass.Constexpr, x: Any, work: Work, q_head: Int32) -> Float32:
+    """The sink of a query head, -inf for none; the first part of the keys alone counts it."""
     sink = -Float32.inf
     if tiles.is_present(x.scalars.sinks):
-        num_q_heads = x.order.num_q_heads
-        if const_expr(variant.is_split):
-            num_q_heads = num_q_heads // x.scalars.num_splits
-        sink = tiles.element(x.scalars.sinks, work.span.sequence * num_q_heads + work.tile.q_head)
+        num_q_heads = cute.size(x.arrays.lse, mode=[1])
+        sink = tiles.element(x.scalars.sinks, work.span.sequence * num_q_heads + q_head)
     if const_expr(variant.is_split):
         sink = sink if work.split == 0 else -Float32.inf
     return sink
@@ -198,7 +203,10 @@ def find_segment_keys(variant: cutlass.Constexpr, x: Any) -> None:
     _, blocks = band_of(variant, x, span)
     rows = scalars.q_segments + (tile.batch * sequences.q_len + span.q_start)
     keys = scalars.kv_segments + (tile.batch * sequences.kv_len + span.kv_start)
-    wanted = segments.lowest_and_highest(rows, span.first_row, span.q_slot - 1, config.block_q)
+    last = span.q_slot - 1
+    if const_expr(config.packs_heads):
+        last = cutlass.min(last, span.first_row + x.packing.positions - 1)
+    wanted = segments.lowest_and_highest(rows, span.first_row, last, config.block_q)
     end = cutlass.min(blocks.end * config.block_kv, span.kv_len)
     searched = (blocks.start * config.block_kv, end)
     segments.scan(x.smem.segment_keys, keys, searched, wanted, variant.plan.threads)

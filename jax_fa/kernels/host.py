@@ -115,27 +115,56 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> tuple[Tma, 
 
 
 @cute.jit
-def forward_order(variant: cutlass.Constexpr, call: ForwardCall) -> tuple:
-    """(work order, CTAs to launch)."""
-    key, config, ctas = variant.key, variant.config, variant.plan.ctas
-    num_splits = call.scalars.num_splits
-    (batch, q_len, num_q_heads), (_, kv_len, num_kv_heads) = call.queries, call.keys
-    num_q_blocks = cute.ceil_div(q_len, config.block_q)
+def _num_q_blocks(variant: cutlass.Constexpr, call: ForwardCall, positions: Int32 | int) -> Int32:
+    """Blocks of ``positions`` queries in a batch."""
+    blocks = cute.ceil_div(call.queries[1], positions)
     if const_expr(variant.is_general):
         if tiles.is_present(call.scalars.sequences.cu_seqlens_q):
             # Each sequence, and what lies behind the last, may end in a partly filled block.
-            num_q_blocks = q_len // config.block_q + call.scalars.sequences.num_sequences + 1
-    group = num_q_heads // num_kv_heads
+            blocks = call.queries[1] // positions + call.scalars.sequences.num_sequences + 1
+    return blocks
+
+
+@cute.jit
+def forward_packing(variant: cutlass.Constexpr, call: ForwardCall) -> tiles.Packing:
+    """How query heads share tiles: not at all unless that saves a quarter of the tiles or more.
+
+    For a packed tile, Q is loaded in more, smaller pieces, and out is not stored by TMA.
+    """
+    block_q, group = variant.config.block_q, call.queries[2] // call.keys[2]
+    packed, plain = tiles.packing(block_q, group), tiles.Packing(1, block_q, group, group)
+    before, after = (
+        cute.ceil_div(p.units * _num_q_blocks(variant, call, p.positions), variant.plan.ctas)
+        for p in (plain, packed)
+    )
+    pays = 4 * after <= 3 * before
+    return tiles.Packing(
+        packed.heads if pays else Int32(plain.heads),
+        packed.positions if pays else Int32(plain.positions),
+        packed.units if pays else plain.units,
+        group,
+    )
+
+
+@cute.jit
+def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None) -> tuple:
+    """(work order, CTAs to launch); units of a ``tiles.Packing``, if any, count as query heads."""
+    key, config, ctas = variant.key, variant.config, variant.plan.ctas
+    num_splits = call.scalars.num_splits
+    (batch, _, num_q_heads), (_, kv_len, num_kv_heads) = call.queries, call.keys
+    num_heads, group, positions = num_q_heads, num_q_heads // num_kv_heads, config.block_q
+    if const_expr(packing is not None):
+        group, positions = packing.units, packing.positions
+        num_heads = num_kv_heads * group
     if const_expr(key.is_split):
         # Every part of a tile counts as a head of its own: work_on in forward_work.
-        num_q_heads, group = num_q_heads * num_splits, group * num_splits
+        num_heads, group = num_heads * num_splits, group * num_splits
+    num_q_blocks = _num_q_blocks(variant, call, positions)
     kv_bytes = kv_len * (2 * (key.head_dim + key.value_dim)) // group
     num_ctas = call.num_sms
     if const_expr(ctas > 1):
         num_ctas = cutlass.max(call.num_sms // ctas, 1) * ctas
-    order = tiles.make_order(
-        batch * num_q_heads, num_q_heads, group, num_q_blocks, kv_bytes, num_ctas
-    )
+    order = tiles.make_order(batch * num_heads, num_heads, group, num_q_blocks, kv_bytes, num_ctas)
     num_tiles = tiles.num_tiles(order, ctas)
     if const_expr(config.is_persistent):
         num_ctas = cutlass.min(num_ctas, num_tiles)

@@ -40,6 +40,16 @@ def smem_tensor(storage: object, layout: cute.ComposedLayout) -> cute.Tensor:
     return storage.get_tensor(layout.outer, swizzle=layout.inner)
 
 
+def by_granules(layout: cute.Layout) -> cute.Layout:
+    """(rows, columns, stages), made by ``smem_layout``, as (8, columns, rows / 8, stages)."""
+    (inner, outer), columns, stages = layout.shape
+    (inner_stride, outer_stride), column_stride, stage_stride = layout.stride
+    return cute.make_layout(
+        (inner, columns, outer, stages),
+        stride=(inner_stride, column_stride, outer_stride, stage_stride),
+    )
+
+
 def transposed(tensor: cute.Tensor) -> cute.Tensor:
     """The view with modes 0 and 1 exchanged."""
     order = [1, 0, *range(2, cute.rank(tensor))]

@@ -12,6 +12,15 @@ tells another what comes next.
   shortest of the next (LPT scheduling; FlashAttention-4 reports 4 to 14 % from it on H200).
 * ``one_per_cta``: the order of ``longest_first``, one tile for each CTA of the grid, left to the
   hardware to balance: for segments, whose costs only the kernel knows.
+
+# Note [Packed heads]
+A tile of one head and few queries, down to the one of a decoding step, is nearly empty, and the
+next head of the group reads the same keys again. So heads can share a tile: its granules of 8 rows
+go round the heads, granule g being positions 8 (g // heads) to 8 (g // heads) + 7 of head
+g % heads. The number of tiles falls by as much as fits, the whole group for up to
+8 (block_q / 8 / group) queries, and so do products, exponentials and reads of K and V. Masks know
+positions only, results go where position and head say. With one head a granule's position is its
+row: unpacked tiles are a case of the same arithmetic.
 """
 
 from typing import NamedTuple
@@ -173,6 +182,55 @@ def one_per_cta(order: Order, slot: Int32) -> Tile:
     return tile
 
 
+GRANULE = 8
+"""Rows of a head that stay together where heads share a tile: what a TMA box can put anywhere in
+swizzled shared memory, so that every group packs without a kernel of its own."""
+
+
+class Packing(NamedTuple):
+    """How the query heads of a group share tiles of ``block_q`` rows: Note [Packed heads].
+
+    Attributes:
+        heads: query heads with rows in one tile; 1 if none are packed.
+        positions: query positions of a tile, a multiple of ``GRANULE``.
+        units: tiles by which a group covers these positions; the order counts them as its heads.
+        group: query heads per key/value head.
+    """
+
+    heads: Int32
+    positions: Int32
+    units: Int32
+    group: Int32
+
+
+def packing(block_q: int, group: Int32) -> Packing:
+    """The packing with most heads by tile."""
+    granules = block_q // GRANULE
+    units = cute.ceil_div(group, granules)
+    heads = cute.ceil_div(group, units)
+    return Packing(heads, granules // heads * GRANULE, units, group)
+
+
+class RowAt(NamedTuple):
+    """What a row of a tile is about: query ``position`` of its sequence, query head ``head``."""
+
+    position: Int32
+    head: Int32
+    is_there: Boolean  # false for rows of neighbouring tiles
+
+
+def row_at(packing: Packing, tile: Tile, first_position: Int32, row: Int32) -> RowAt:
+    """What row ``row`` of a tile, whose first position is given, is about."""
+    granule = row // GRANULE
+    offset = granule // packing.heads * GRANULE + row % GRANULE
+    in_group = tile.q_head % packing.units * packing.heads + granule % packing.heads
+    return RowAt(
+        first_position + offset,
+        tile.kv_head * packing.group + cutlass.min(in_group, packing.group - 1),
+        (offset < packing.positions) & (in_group < packing.group),
+    )
+
+
 class Sequences(NamedTuple):
     """Where sequences lie in the arrays; pointers may be null (``ffi/kernels.h``: Extras)."""
 
@@ -230,8 +288,8 @@ def element_or(pointer: cute.Pointer, index: Int32, default: Int32) -> Int32:
 
 
 @cute.jit
-def locate(sequences: Sequences, tile: Tile, block_q: cutlass.Constexpr[int]) -> Span:
-    """The sequence of ``tile``. All lanes of a warp call.
+def locate(sequences: Sequences, tile: Tile, block_q: Int32 | int) -> Span:
+    """The sequence of ``tile``, of ``block_q`` positions. All lanes of a warp call.
 
     In packed arrays the tile's ``q_block`` counts through the blocks of all sequences, and of the
     rows behind the last one, which form a sequence without keys so that they too are written. A

@@ -34,7 +34,7 @@ from jax_fa.kernels import edges, host, primitives, segments, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, find_segment_keys
 from jax_fa.kernels.sm100 import fwd_roles as roles
 from jax_fa.kernels.sm100 import fwd_softmax
-from jax_fa.kernels.sm100.fwd_roles import Context, Smem
+from jax_fa.kernels.sm100.fwd_roles import Context, Granules, Smem
 from jax_fa.kernels.sm100.plan import BLOCK_KV, OUT_STAGES, ROWS, forward_plan, tiling
 
 
@@ -81,6 +81,8 @@ def kernel(
     arrays: Arrays,
     scalars: Scalars,
     order: tiles.Order,
+    packing: tiles.Packing,
+    granules: Granules,
 ):
     """Device entry: shared and tensor memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
@@ -143,7 +145,7 @@ def kernel(
     # All columns are this CTA's, so the first is number 0: known at compile time, unlike what was
     # written to tmem_address, and no registers need be spent on sums with it.
     tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
-    x = Context(tma, arrays, scalars, order, smem, tmem)
+    x = Context(tma, arrays, scalars, order, packing, granules, smem, tmem)
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
             find_segment_keys(variant, x)
@@ -208,10 +210,22 @@ def make_entry(key: KernelKey, config: BlackwellForward) -> tuple[Callable, tupl
 def launch(variant: cutlass.Constexpr, call: host.ForwardCall):
     """Describes the arrays to TMA and launches the kernel."""
     one = (None, None, 0)
-    copied = Layouts(*[cute.slice_(layout, one) for layout in make_layouts(variant)])
+    layouts = make_layouts(variant)
+    copied = Layouts(*[cute.slice_(layout, one) for layout in layouts])
     tma, arrays = host.forward_arrays(variant, call, copied)
-    order, num_ctas = host.forward_order(variant, call)
-    kernel(variant, tma, arrays, call.scalars, order).launch(
+    by_granules = primitives.by_granules(layouts.q.outer)
+    granule = cute.make_composed_layout(layouts.q.inner, 0, cute.select(by_granules, mode=[0, 1]))
+    granules = Granules(
+        *primitives.tma_load(
+            host.dense(call.q, call.queries, variant.key.head_dim),
+            granule,
+            (tiles.GRANULE, variant.key.head_dim),
+            variant.plan.ctas,
+        )
+    )
+    packing = host.forward_packing(variant, call)
+    order, num_ctas = host.forward_order(variant, call, packing)
+    kernel(variant, tma, arrays, call.scalars, order, packing, granules).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
         cluster=(variant.plan.ctas, 1, 1) if variant.plan.ctas > 1 else None,

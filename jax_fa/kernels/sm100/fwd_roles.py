@@ -45,6 +45,13 @@ class Smem(NamedTuple):
     segment_keys: cute.Tensor  # (3,) kernels/segments.py
 
 
+class Granules(NamedTuple):
+    """The query array for TMA to copy 8 rows at a time."""
+
+    tma: cute.CopyAtom
+    q: cute.Tensor  # (T, D, N, B)
+
+
 class Context(NamedTuple):
     """What all roles work with."""
 
@@ -52,6 +59,8 @@ class Context(NamedTuple):
     arrays: Arrays
     scalars: Scalars
     order: tiles.Order
+    packing: tiles.Packing
+    granules: Granules
     smem: Smem
     tmem: cute.Pointer
 
@@ -88,14 +97,14 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        span, newest = work.span, work.blocks.end - 1
-        queries = x.arrays.q[None, None, work.tile.q_head, work.tile.batch]
+        newest = work.blocks.end - 1
         kv = _load_k(variant, x, work, newest, kv)
         for i in cutlass.range_constexpr(cut.q_tiles):
             slot = q.acquire_and_advance()
-            gQ = _head(queries, span.q_start + span.first_row, (ROWS, variant.key.head_dim))
-            sQ, gQ = primitives.tma_views(x.tma.q, x.smem.q, gQ)
-            cute.copy(x.tma.q, gQ[None, i, 0], sQ[None, slot.index], tma_bar_ptr=slot.barrier)
+            if x.packing.heads == 1:
+                _load_q(variant, x, work, i, slot)
+            else:
+                _load_granules(variant, x, work, i, slot)
         for i in cutlass.range(newest - work.blocks.start, unroll=1):
             block = newest - i
             # In the order in which mma needs them.
@@ -115,6 +124,38 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
 def _head(head: cute.Tensor, first: Int32, shape: tuple[int, int]) -> cute.Tensor:
     """One head's rows from ``first`` on, cut: (rows, columns, cuts by rows, cuts by columns)."""
     return cute.local_tile(cute.domain_offset((first, 0), head), shape, (None, None))
+
+
+@cute.jit
+def _load_q(variant: cutlass.Constexpr, x: Context, work: Work, i: cutlass.Constexpr[int], slot):
+    """One query tile of a single head."""
+    first = work.span.first_row
+    head = tiles.row_at(x.packing, work.tile, first, 0).head
+    queries = x.arrays.q[None, None, head, work.tile.batch]
+    gQ = _head(queries, work.span.q_start + first, (ROWS, variant.key.head_dim))
+    sQ, gQ = primitives.tma_views(x.tma.q, x.smem.q, gQ)
+    cute.copy(x.tma.q, gQ[None, i, 0], sQ[None, slot.index], tma_bar_ptr=slot.barrier)
+
+
+@cute.jit
+def _load_granules(
+    variant: cutlass.Constexpr, x: Context, work: Work, i: cutlass.Constexpr[int], slot
+):
+    """One query tile of several heads, 8 rows at a time; beyond the array TMA fills with zeros."""
+    sQ = cute.make_tensor(x.smem.q.iterator, primitives.by_granules(x.smem.q.layout))
+    shape = (tiles.GRANULE, variant.key.head_dim)
+    for g in cutlass.range(ROWS // tiles.GRANULE, unroll=1):
+        row = i * ROWS + g * tiles.GRANULE
+        at = tiles.row_at(x.packing, work.tile, work.span.first_row, row)
+        queries = x.granules.q[None, None, at.head, work.tile.batch]
+        gQ = _head(queries, work.span.q_start + at.position, shape)
+        target, source = primitives.tma_views(x.granules.tma, sQ, gQ)
+        cute.copy(
+            x.granules.tma,
+            source[None, 0, 0],
+            target[None, g, slot.index],
+            tma_bar_ptr=slot.barrier,
+        )
 
 
 @cute.jit
@@ -342,13 +383,18 @@ def _multiply_pv(
     return kv, Answers(scaled, p, p_rest), tuple(in_hand)
 
 
-def stores_whole_tile(x: Context, work: Work, index: int) -> Boolean:
-    """Whether all 128 rows are the sequence's, or lie behind the array's end, which TMA knows.
+def stores_whole_tile(variant: Variant, x: Context, work: Work, index: int) -> Boolean:
+    """Whether TMA can store all 128 rows of a query tile.
 
-    Otherwise the rows of the next packed sequence are left alone, and no TMA store is issued.
+    They must be of one head, and the sequence's, or lie behind the array's end, which TMA knows.
+    Otherwise threads store their rows, and leave those of the next packed sequence alone.
     """
-    end = work.span.first_row + (index + 1) * ROWS
-    return (end <= work.span.q_slot) | (x.scalars.sequences.cu_seqlens_q.toint() == 0)
+    is_whole = x.packing.heads == 1
+    if variant.is_general:
+        end = work.span.first_row + (index + 1) * ROWS
+        is_packed = x.scalars.sequences.cu_seqlens_q.toint() != 0
+        is_whole &= (end <= work.span.q_slot) | ~is_packed
+    return is_whole
 
 
 @cute.jit
@@ -364,9 +410,7 @@ def store(variant: cutlass.Constexpr, x: Context, out: PipelineConsumer):
         for i in cutlass.range_constexpr(cut.q_tiles * cut.out_parts):
             at = (i // cut.out_parts, i % cut.out_parts)
             full = out.wait_and_advance()
-            if const_expr(not variant.is_general):
-                _store_part(variant, x, work, at, full)
-            elif stores_whole_tile(x, work, at[0]):
+            if stores_whole_tile(variant, x, work, at[0]):
                 _store_part(variant, x, work, at, full)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             with cute.arch.elect_one():
@@ -380,9 +424,11 @@ def _store_part(variant: cutlass.Constexpr, x: Context, work: Work, at: tuple, f
 
     ``at`` is (query tile, part of its columns).
     """
-    rows = x.arrays.out[None, None, work.tile.q_head, work.tile.batch]
+    first = work.span.first_row
+    head = tiles.row_at(x.packing, work.tile, first, 0).head
+    rows = x.arrays.out[None, None, head, work.tile.batch]
     shape = (ROWS, tiling_of(variant).out_columns)
-    gOut = _head(rows, work.span.q_start + work.span.first_row, shape)
+    gOut = _head(rows, work.span.q_start + first, shape)
     sOut, gOut = primitives.tma_views(x.tma.out, x.smem.out, gOut)
     cute.copy(x.tma.out, sOut[None, full.index], gOut[None, *at])
     cute.arch.cp_async_bulk_commit_group()

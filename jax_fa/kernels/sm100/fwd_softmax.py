@@ -43,9 +43,11 @@ def blocks_of_rows(
 ) -> Blocks:
     """The blocks of ``work``, with "full" as it holds for query tile ``index`` alone."""
     start, _, _, end = work.blocks
-    first_row = work.span.first_row + index * ROWS
+    ends = (index * ROWS, (index + 1) * ROWS - 1)
+    first, last = (tiles.row_at(x.packing, work.tile, work.span.first_row, row) for row in ends)
+    rows = last.position - first.position + 1
     own = kv_blocks(
-        work.window, first_row, ROWS, BLOCK_KV, minimum=cutlass.min, maximum=cutlass.max
+        work.window, first.position, rows, BLOCK_KV, minimum=cutlass.min, maximum=cutlass.max
     )
     full_start = cutlass.min(cutlass.max(own.full_start, start), end)
     full_end = cutlass.min(cutlass.max(own.full_end, full_start), end)
@@ -111,7 +113,8 @@ def attend(
         blocks = blocks_of_rows(variant, x, work, index)
         row.maximum[0] = -Float32.inf
         row.total[0] = Float32(0.0)
-        number = work.span.first_row + index * ROWS + row.thread
+        number = index * ROWS + row.thread
+        number = tiles.row_at(x.packing, work.tile, work.span.first_row, number).position
         sight = _sight_of(variant, x, work, number)
         # Loops of their own: if one loop asked each block whether to mask it, the compiler would
         # issue the instructions of the mask under a predicate for all of them.
@@ -340,22 +343,21 @@ def _finish(
     stats, o, out = ends
     span, tile = work.span, work.tile
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
-    number = span.first_row + index * ROWS + thread
+    at = tiles.row_at(x.packing, tile, span.first_row, index * ROWS + thread)
     full = stats.wait_and_advance()
     total, maximum = x.smem.stats[thread, 0, index], x.smem.stats[thread, 1, index]
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         full.release()
-    factor, lse = softmax.finish_whole_row(
-        maximum, total, x.scalars.scale_log2, sink_of(variant, x, work)
-    )
+    sink = sink_of(variant, x, work, at.head)
+    factor, lse = softmax.finish_whole_row(maximum, total, x.scalars.scale_log2, sink)
     is_used = Boolean(True)
     if const_expr(variant.is_general):
-        is_used = number < span.q_len
+        is_used = at.position < span.q_len
         lse = lse if is_used else -Float32.inf
-    if number < span.q_slot:
+    if at.is_there & (at.position < span.q_slot):
         batch = batch_of_part(variant, x, work)
-        x.arrays.lse[span.q_start + number, tile.q_head, batch] = lse
+        x.arrays.lse[span.q_start + at.position, at.head, batch] = lse
     o.wait_and_advance()
     primitives.after_thread_sync()
     cut, columns = tiling_of(variant), variant.plan.columns(f"o{index}")
@@ -373,11 +375,11 @@ def _finish(
                 # An unused query may hold anything, NaN too.
                 rO[i] = rO[i] * factor if is_used else Float32(0.0)
             if const_expr(variant.is_split):
-                _put_globally(variant, x, work, number, (rO, j * O_COLUMNS))
+                _put_globally(variant, x, work, at, (rO, j * O_COLUMNS))
             else:
                 rounded = cute.make_rmem_tensor((O_COLUMNS,), variant.dtype)
                 primitives.narrow(rO, rounded)
-                _put(variant, x, work, (index, thread, slot.index), (rounded, j * O_COLUMNS))
+                _put(variant, x, work, (index, at, slot.index), (rounded, j * O_COLUMNS))
         if const_expr(not variant.is_split):
             # HAZARD: these stores went through the generic proxy, TMA reads through the async one.
             cute.arch.fence_view_async_shared()
@@ -386,32 +388,31 @@ def _finish(
 
 
 @cute.jit
-def _put(variant: cutlass.Constexpr, x: Context, work: Work, at: tuple, piece: tuple):
+def _put(variant: cutlass.Constexpr, x: Context, work: Work, where: tuple, piece: tuple):
     """Writes some columns of a row: to shared memory, for TMA, or where that may not be, globally.
 
-    ``at`` is (query tile, row of it, stage of out), ``piece`` (rounded registers, first column).
+    ``where`` is (query tile, ``tiles.RowAt``, stage of out), ``piece`` (rounded registers, first
+    column).
     """
-    index, thread, stage = at
+    index, at, stage = where
     rounded, first = piece
-    row, column = x.smem.out[thread, None, stage], first % tiling_of(variant).out_columns
-    if const_expr(not variant.is_general):
-        primitives.copy_row(rounded, row, column)
+    if stores_whole_tile(variant, x, work, index):
+        row = x.smem.out[cute.arch.thread_idx()[0] % edges.WARPGROUP, None, stage]
+        primitives.copy_row(rounded, row, first % tiling_of(variant).out_columns)
     else:
-        number = work.span.first_row + index * ROWS + thread
-        if stores_whole_tile(x, work, index):
-            primitives.copy_row(rounded, row, column)
-        else:
-            _put_globally(variant, x, work, number, piece)
+        _put_globally(variant, x, work, at, piece)
 
 
 @cute.jit
-def _put_globally(variant: cutlass.Constexpr, x: Context, work: Work, number: Int32, piece: tuple):
-    """Writes some columns of row ``number`` of the sequence to global memory, if it has that row.
+def _put_globally(
+    variant: cutlass.Constexpr, x: Context, work: Work, at: tiles.RowAt, piece: tuple
+):
+    """Writes some columns of a row to global memory, if the sequence and the group have that row.
 
     ``piece`` is (registers, first column).
     """
     registers, first = piece
-    if number < work.span.q_slot:
+    if at.is_there & (at.position < work.span.q_slot):
         batch = batch_of_part(variant, x, work)
-        row = x.arrays.out_rows[work.span.q_start + number, None, work.tile.q_head, batch]
+        row = x.arrays.out_rows[work.span.q_start + at.position, None, at.head, batch]
         primitives.copy_row(registers, row, first)

@@ -417,7 +417,7 @@ def store(
     """Normalises the accumulator; writes 64 rows of out and of lse; ``at`` is (work, q tile)."""
     work, q_index = at
     span, tile = work.span, work.tile
-    sink = sink_of(variant, x, work)
+    sink = sink_of(variant, x, work, work.tile.q_head)
     batch = batch_of_part(variant, x, work)
     row = span.first_row + c.index * ROWS + primitives.row_in_tile(c.thread)
     factors = cute.make_rmem_tensor((softmax.ROWS,), Float32)
