@@ -133,8 +133,11 @@ def forward_packing(variant: cutlass.Constexpr, call: ForwardCall) -> tiles.Pack
     """
     block_q, group = variant.config.block_q, call.queries[2] // call.keys[2]
     packed, plain = tiles.packing(block_q, group), tiles.Packing(1, block_q, group, group)
-    tiles_packed = packed.units * _num_q_blocks(variant, call, packed.positions)
-    pays = 4 * tiles_packed <= 3 * group * _num_q_blocks(variant, call, block_q)
+    before, after = (
+        cute.ceil_div(p.units * _num_q_blocks(variant, call, p.positions), variant.plan.ctas)
+        for p in (plain, packed)
+    )
+    pays = 4 * after <= 3 * before
     return tiles.Packing(
         packed.heads if pays else Int32(plain.heads),
         packed.positions if pays else Int32(plain.positions),
