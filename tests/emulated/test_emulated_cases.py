@@ -9,7 +9,7 @@ from jax_fa import bindings
 from jax_fa.choice import Emulation
 from jax_fa.variants import ARCHS, BY_NAME, SHORT_DTYPES
 
-COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled())]
+COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled()) if name in BY_NAME]
 
 UNSERVED = {
     "prime_sizes",

@@ -14,7 +14,7 @@ from jax_fa.choice import Emulation
 from jax_fa.emulator import EmulationError
 from jax_fa.problem import Problem
 
-ARCHS = sorted({variants.BY_NAME[name].arch for name in bindings.compiled()})
+ARCHS = sorted({variants.arch_name(name) for name in bindings.compiled()})
 needs_kernels = pytest.mark.skipif(not ARCHS, reason="this build holds no GPU kernels")
 SHAPE = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
 CASE = BY_NAME["one_block"]
