@@ -318,6 +318,16 @@ CASES: tuple[Case, ...] = (
     Case("offset_beyond_the_keys", q_len=40, kv_len=60, window=(10, 0), q_offset=1000),
     Case("offset_each", batch=3, q_len=64, kv_len=190, is_causal=True, q_offset=(0, 126, 63)),
     Case("decode", batch=3, q_len=1, kv_len=256, q_offset=(0, 100, 255), is_causal=True, **_GQA),
+    Case(
+        "decode_long",  # long enough for GPU kernels to split the keys
+        batch=2,
+        q_len=1,
+        kv_len=1100,
+        heads=4,
+        kv_heads=2,
+        kv_lengths=(1100, 300),
+        has_sinks=True,
+    ),
     # Packed.
     Case("packed", q_len=200, kv_len=200, cu_q=(0, 70, 71, 200), cu_k=(0, 70, 71, 200)),
     Case(
