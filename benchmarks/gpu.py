@@ -223,13 +223,16 @@ def _selected(args: argparse.Namespace) -> list[Workload]:
         *workloads.GPU_GROUPED,
         *workloads.GPU_WINDOWED,
         *workloads.GPU_PACKED,
+        *workloads.GPU_DECODE,
         *workloads.GPU_DETERMINISTIC,
     )
     return [w for w in every if w.name.startswith(tuple(args.only) or "")]
 
 
 def _directions(workload: Workload, asked: Sequence[Direction]) -> list[Direction]:
-    """The forward is deterministic anyway."""
+    """The forward is deterministic anyway; nobody differentiates decoding."""
+    if workload in workloads.GPU_DECODE:
+        return [d for d in asked if d == "forward"]
     return [d for d in asked if not (workload.is_deterministic and d == "forward")]
 
 

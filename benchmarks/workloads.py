@@ -131,6 +131,13 @@ GPU_PACKED = tuple(
 )
 """Documents in one sequence: work should be in proportion to the visible pairs."""
 
+GPU_DECODE = tuple(
+    Workload(f"decode_b{batch}_{kv_len}", batch, 1, kv_len, 32, 8, 128, is_causal=False)
+    for batch in (1, 4)
+    for kv_len in (4096, 16384, 65536)
+)
+"""One query over a long cache: keys are split while multiprocessors lie idle (batch 1)."""
+
 GPU_DETERMINISTIC = tuple(
     replace(_gpu(f"det_d{head_dim}", length, head_dim, heads, is_causal), is_deterministic=True)
     for head_dim, heads in _HEADS.items()

@@ -327,6 +327,16 @@ CASES: tuple[Case, ...] = (
         is_causal=True,
         alignment="bottom_right",
     ),
+    Case(
+        "decode_long",  # long enough for GPU kernels to split the keys
+        batch=2,
+        q_len=1,
+        kv_len=1100,
+        heads=4,
+        kv_heads=2,
+        kv_lengths=(1100, 300),
+        has_sinks=True,
+    ),
     # Packed.
     Case("packed", q_len=200, kv_len=200, cu_q=(0, 70, 71, 200), cu_k=(0, 70, 71, 200)),
     Case(
