@@ -138,7 +138,8 @@ class Report:
     @property
     def verdict(self) -> str:
         """One line in plain words."""
-        return "; ".join(self.problems) if self.problems else f"{', '.join(self.praise)}: ok"
+        praise = ", ".join(self.praise) or "resources"
+        return "; ".join(self.problems) if self.problems else f"{praise}: ok"
 
 
 _Needs = Mapping[str, tuple[tuple[str, ...], ...]]
