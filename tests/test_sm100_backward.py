@@ -220,6 +220,16 @@ def test_gradients_are_right_where_dq_overwrites_dp(kernels, completion):
     assert_close(got, wanted, "bfloat16")
 
 
+STRANGERS = Case(
+    "strangers",
+    q_len=300,
+    kv_len=300,
+    heads=1,
+    kv_heads=1,
+    segments=((1,) * 300, (1,) * 128 + (2,) * 172),
+    head_dim=128,
+)
+"""The later key blocks have no query of their segment."""
 IN_TURN = Case("in_turn", q_len=300, kv_len=300, heads=1, kv_heads=1, head_dim=192, value_dim=128)
 
 
@@ -235,8 +245,9 @@ def test_gradients_are_right_where_products_take_turns(kernels, completion):
 @needs_dsl
 @needs_compiler
 @compiles
-def test_gradients_are_right_where_everything_hides_keys(kernels):
-    got, wanted, *_ = call(kernels(128, "general"), EVERYTHING)
+@pytest.mark.parametrize("case", [EVERYTHING, STRANGERS], ids=str)
+def test_gradients_are_right_where_everything_hides_keys(kernels, case):
+    got, wanted, *_ = call(kernels(128, "general"), case)
     assert_close(got, wanted, "bfloat16")
 
 

@@ -15,8 +15,8 @@ A column of tensor memory, from left to right (D = 128):
                                        |  dQ(t)          |
 
 The exponentials of a query tile run beside dK and dQ of the tile before. Host entry, memory,
-dispatch of roles; the roles are in ``bwd_roles.py``, roles, edges and memory as data in
-``plan_bwd.py``. Conventions: ``jax_fa/problem.py``.
+dispatch of roles; those are in ``bwd_roles.py`` and ``bwd_attend.py``, roles, edges and memory as
+data in ``plan_bwd.py``. Conventions: ``jax_fa/problem.py``.
 """
 
 import cutlass
@@ -31,6 +31,7 @@ from jax_fa.kernels import edges, host, primitives, segments, tiles
 from jax_fa.kernels.backward_rows import Scratch, dense
 from jax_fa.kernels.backward_work import Scalars, bytes_per_head, find_segment_rows
 from jax_fa.kernels.sm100 import bwd_roles as roles
+from jax_fa.kernels.sm100.bwd_attend import AttendPipes, attend
 from jax_fa.kernels.sm100.bwd_work import Arrays, Context, Smem, Tma, Variant, make_layouts
 from jax_fa.kernels.sm100.plan_bwd import backward_plan
 
@@ -124,10 +125,10 @@ def _dispatch(
             roles.add(variant, x, dq[1])
         else:
             cute.arch.setmaxregister_increase(plan.role("attend").registers)
-            roles.attend(
+            attend(
                 variant,
                 x,
-                roles.AttendPipes(s[1], p[0], dp[1], ds[0], stats[1], dv[1], dk[1]),
+                AttendPipes(s[1], p[0], dp[1], ds[0], stats[1], dv[1], dk[1]),
             )
         # HAZARD: tensor memory is given back when nobody reads it any more.
         done = plan.barrier("done")
