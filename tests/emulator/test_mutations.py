@@ -148,8 +148,8 @@ SOURCE_FAULTS = (
     Fault(
         "lse is scaled",
         SOFTMAX,
-        "tile.q_head, batch] = lse\n",
-        "tile.q_head, batch] = lse * Float32(1.01)\n",
+        "at.head, batch] = lse\n",
+        "at.head, batch] = lse * Float32(1.01)\n",
         AssertionError,
         "lse: error",
     ),
