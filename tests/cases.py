@@ -318,6 +318,15 @@ CASES: tuple[Case, ...] = (
     Case("offset_beyond_the_keys", q_len=40, kv_len=60, window=(10, 0), q_offset=1000),
     Case("offset_each", batch=3, q_len=64, kv_len=190, is_causal=True, q_offset=(0, 126, 63)),
     Case("decode", batch=3, q_len=1, kv_len=256, q_offset=(0, 100, 255), is_causal=True, **_GQA),
+    Case(
+        "few_queries_many_keys",
+        q_len=3,
+        kv_len=1200,
+        kv_lengths=(1100,),
+        kv_heads=1,
+        is_causal=True,
+        alignment="bottom_right",
+    ),
     # Packed.
     Case("packed", q_len=200, kv_len=200, cu_q=(0, 70, 71, 200), cu_k=(0, 70, 71, 200)),
     Case(

@@ -15,13 +15,15 @@ every bit of all other answers that were looked at (``tests/emulator/test_hardwa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
-U4, F4, I8 = np.uint32, np.float32, np.int64
+U4, F4, I4, I8 = np.uint32, np.float32, np.int32, np.int64
 _NAN = U4(0x7FFFFFFF).view(F4)
 _INFINITY = F4(np.inf)
 _FRACTION = I8((1 << 23) - 1)
+_FRACTION_4 = I4(_FRACTION)
 _TINY = np.float32(2.0**-126)
 
 
@@ -164,18 +166,35 @@ _RCP = _Table(
 )
 
 
+@cache
+def _exp2_corrections() -> np.ndarray:
+    """What turns a number of 23 fraction bits into the bits of its exponential, by fraction.
+
+    Softmax spends much of its time here, so all 2 ** 23 are tabulated, at the first call.
+    """
+    return np.concatenate(
+        [
+            ((_EX2(part) >> I8(_EX2.bits)) - part + (127 << 23)).astype(I4)
+            for part in np.split(np.arange(1 << 23), 256)  # intermediates stay in a cache
+        ]
+    )
+
+
 def exp2(x: np.ndarray) -> np.ndarray:
     """ex2.approx.ftz.f32: 2 ** x, subnormal results flushed to zero."""
-    # Fixed point with 23 bits, cut off; negative numbers in ones' complement.
-    size = (np.minimum(np.abs(x), F4(200)) * F4(1 << 23)).astype(I8)
-    fixed = np.where(x < 0, ~size, size)
-    fixed += (x < 0) & (size & _FRACTION == 0)  # whole numbers are exact
-    whole = fixed >> I8(23)
-    mantissa = _EX2(fixed & _FRACTION) >> I8(_EX2.bits)
-    result = ((whole + I8(127) << I8(23)) + mantissa).astype(U4).view(F4)
-    result[whole < -126] = 0
-    result[whole > 127] = _INFINITY
-    result[np.isnan(x)] = _NAN
+    # Fixed point with 23 bits, cut off; negative numbers in ones' complement, but for whole ones.
+    fixed = (np.minimum(np.maximum(x, F4(-200)), F4(200)) * F4(1 << 23)).astype(I4)
+    fraction = fixed & _FRACTION_4
+    below = (fixed < 0) & (fraction != 0)
+    if np.count_nonzero(below):
+        fixed -= below
+        fraction = fixed & _FRACTION_4
+    result = (fixed + _exp2_corrections()[fraction]).view(F4)
+    is_usual = np.abs(x) <= 126
+    if np.count_nonzero(is_usual) < len(x):
+        result[fixed >= 128 << 23] = _INFINITY
+        result[fixed < -126 << 23] = 0
+        result[np.isnan(x)] = _NAN
     return result
 
 

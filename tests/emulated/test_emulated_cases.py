@@ -27,6 +27,10 @@ UNSERVED = {
 }
 """Cases with head sizes or scales that no GPU kernel takes."""
 
+FLOAT16_GRADIENTS = 3
+"""One case in so many has its float16 gradients emulated, for want of minutes: the kernels are
+those of bfloat16 but for conversions, and test_schedules.py runs every one of them."""
+
 if not COMPILED:
     pytest.skip("this build holds no GPU kernels", allow_module_level=True)
 
@@ -66,7 +70,8 @@ def test_case_keeps_the_tolerance_rule_or_is_refused(case, arch, dtype):
         with pytest.raises(NotImplementedError, match="does not serve this problem"):
             attend(case, given, emulation)
         return
-    if is_served(case, arch, "bwd") and is_complete(arch.name, "bwd", dtype):
+    has_backward = is_served(case, arch, "bwd") and is_complete(arch.name, "bwd", dtype)
+    if has_backward and (dtype == "bfloat16" or CASES.index(case) % FLOAT16_GRADIENTS == 0):
         assert_close(run(case, given, emulation), wanted(case, dtype), dtype)
         return
     out, lse = attend(case, given, emulation)

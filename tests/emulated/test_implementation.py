@@ -185,7 +185,7 @@ def test_a_build_without_kernels_says_how_to_get_them():
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
-        ((1, 64, 2, 80), {}, "D/Dv .* not 80/80. Pad the heads"),
+        ((1, 64, 2, 80), {}, "have D/Dv .*, not 80/80"),
         ((1, 64, 2, 64), {"scale": -1.0}, "take a positive scale, not -1.0"),
         ((1, 64, 2, 64), {"mask": np.ones((64, 64), bool)}, "implementation='emulated' does not"),
     ],

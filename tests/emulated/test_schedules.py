@@ -11,7 +11,7 @@ from jax_fa.choice import Emulation
 from jax_fa.emulated import Call, execute
 from jax_fa.kernels import abi
 from jax_fa.problem import Problem
-from jax_fa.variants import BY_NAME
+from jax_fa.variants import ARCHS, BY_NAME, find
 
 COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled()) if name in BY_NAME]
 SEEDS = range(5)
@@ -74,6 +74,8 @@ def test_variant_is_right_under_every_schedule(variant):
     dtype = variant.key.dtype
     problem = Problem.of(data(case, dtype).operands, case.semantics)
     inputs = inputs_for(variant, case)
+    arch = next(arch for arch in ARCHS if arch.name == variant.arch)
+    assert find(problem, arch, variant.operation, bindings.compiled()) == variant
     first = None
     for seed in SEEDS:
         settings = Emulation(variant.arch, seed=seed, completion="random", num_sms=1)
