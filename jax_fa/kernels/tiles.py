@@ -63,8 +63,11 @@ def make_order(
     num_ctas: Int32,
 ) -> Order:
     """The work order of ``num_heads * num_q_blocks`` tiles on ``num_ctas`` CTAs."""
-    in_cache = cutlass.max(L2_BUDGET_BYTES // cutlass.max(kv_bytes_per_head, 1), 1)
-    heads_per_band = cutlass.min(num_heads, in_cache)
+    in_cache = L2_BUDGET_BYTES // cutlass.max(kv_bytes_per_head, 1)
+    # CTAs that a band leaves idle wait for it: few queries over many keys would run one by one.
+    heads_per_band = cutlass.min(
+        num_heads, cutlass.max(in_cache, cute.ceil_div(num_ctas, num_q_blocks))
+    )
     rounds = cute.ceil_div(heads_per_band * num_q_blocks, num_ctas)
     num_slots = cute.ceil_div(num_heads, heads_per_band) * rounds
     return Order(num_heads, num_q_heads, group, num_q_blocks, heads_per_band, rounds, num_slots)
