@@ -17,6 +17,26 @@ ROUNDS_PER_BAND = 2
 """Tiles that a CTA gets of a band of heads, about."""
 
 
+class Tma(NamedTuple):
+    """TMA descriptors."""
+
+    k: cute.CopyAtom
+    v: cute.CopyAtom
+    q: cute.CopyAtom
+    dout: cute.CopyAtom
+
+
+class Arrays(NamedTuple):
+    """Global arrays; the first four as TMA sees them."""
+
+    k: cute.Tensor  # (S, D, K, B)
+    v: cute.Tensor  # (S, Dv, K, B)
+    q: cute.Tensor  # (T, D, N, B)
+    dout: cute.Tensor  # (T, Dv, N, B)
+    dk: cute.Tensor  # (S, D, K, B)
+    dv: cute.Tensor  # (S, Dv, K, B)
+
+
 class Scalars(NamedTuple):
     """Run-time values that every tile shares."""
 
@@ -145,10 +165,11 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
                 # Turns are counted by the band, so a deterministic run visits all of it.
                 first_seen, end_seen = segments.visited(x.smem.segment_rows, config.block_q)
                 start, end = cutlass.max(start, first_seen), cutlass.min(end, end_seen)
-            first_alike, end_alike = segments.alike(x.smem.segment_rows, config.block_q)
-            full_start = cutlass.max(full_start, first_alike)
-            full_end = cutlass.max(cutlass.min(full_end, end_alike), full_start)
-            blocks = Blocks(start, full_start, full_end, cutlass.max(start, end))
+            end = cutlass.max(start, end)
+            full = segments.full_blocks(
+                x.smem.segment_rows, config.block_q, (full_start, full_end), end
+            )
+            blocks = Blocks(start, *full, end)
     per_part = ceil_div(scalars.group, scalars.splits)
     first = tile.q_head % scalars.splits * per_part
     num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from jax_fa import mask_mods
-from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, kv_blocks, part_of
+from jax_fa.band import UNBOUNDED, Band, Blocks, Window, kv_blocks, part_of
 from jax_fa.config import KernelKey
 from jax_fa.kernels import edges, primitives, segments, tiles
 
@@ -160,9 +160,8 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
         if tiles.is_present(x.scalars.q_segments):
             first_seen, end_seen = segments.visited(x.smem.segment_keys, block_kv)
             start, end = cutlass.max(start, first_seen), cutlass.min(end, end_seen)
-            first_alike, end_alike = segments.alike(x.smem.segment_keys, block_kv)
-            full_start = cutlass.min(cutlass.max(full_start, first_alike), end)
-            full_end = cutlass.max(cutlass.min(full_end, end_alike), full_start)
+            full = (full_start, full_end)
+            full_start, full_end = segments.full_blocks(x.smem.segment_keys, block_kv, full, end)
     if const_expr(variant.key.mask_mod is not None):
         # Nobody knows which blocks the function leaves whole.
         full_start, full_end = start, start
@@ -230,22 +229,13 @@ def load_partial_v(
     The others become zero: P is 0 for absent keys, but 0 * NaN is not. The detour over a barrier of
     its own is taken for the newest block of a tile at most.
     """
-    rows, words = cute.size(x.smem.v, mode=[0]), variant.key.value_dim // 2
+    rows = cute.size(x.smem.v, mode=[0])
     size_bytes = rows * variant.key.value_dim * variant.dtype.width // 8
     source, target = copied
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
     cute.copy(x.tma.v, source, target, tma_bar_ptr=x.smem.scrub)
     cute.arch.mbarrier_wait(x.smem.scrub, phase)
-    pairs = cute.recast_tensor(x.smem.v[None, None, slot.index], Int32)
-    lane = cute.arch.lane_idx()
-    for row in cutlass.range(cutlass.max(used, 0), rows, unroll=1):
-        for i in cutlass.range_constexpr(ceil_div(words, edges.WARP)):
-            if lane + i * edges.WARP < words:
-                pairs[row, lane + i * edges.WARP] = Int32(0)
-    # HAZARD: the tensor core reads through the async proxy what these lanes wrote through the
-    # generic one, and TMA must have finished before they wrote.
-    cute.arch.fence_view_async_shared()
-    cute.arch.sync_warp()
+    primitives.scrub_rows(x.smem.v[None, None, slot.index], used)
     with cute.arch.elect_one():
         primitives.complete_tx(slot.barrier, size_bytes)

@@ -13,9 +13,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from jax_fa.kernels import abi, backward_rows, backward_work, combine, primitives, softmax, tiles
+from jax_fa.band import ceil_div
+from jax_fa.kernels import (
+    abi,
+    backward_rows,
+    backward_work,
+    combine,
+    forward_work,
+    primitives,
+    softmax,
+    tiles,
+)
 from jax_fa.kernels.backward_rows import dense, dense_stats
-from jax_fa.kernels.forward_work import Arrays, Scalars, Tma
 
 
 class ForwardCall(NamedTuple):
@@ -45,7 +54,7 @@ class ForwardCall(NamedTuple):
     lse_parts: cute.Pointer
     queries: tuple[Int32, Int32, Int32]
     keys: tuple[Int32, Int32, Int32]
-    scalars: Scalars
+    scalars: forward_work.Scalars
     num_sms: Int32
     stream: cuda.CUstream
 
@@ -82,7 +91,9 @@ class BackwardCall(NamedTuple):
     stream: cuda.CUstream
 
 
-def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> tuple[Tma, Arrays]:
+def forward_arrays(
+    variant: Any, call: ForwardCall, layouts: Any
+) -> tuple[forward_work.Tma, forward_work.Arrays]:
     """The arrays as TMA and as threads see them.
 
     ``layouts`` has a field q, k, v and out each: the shared memory layout of what one TMA
@@ -104,14 +115,15 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> tuple[Tma, 
     out_shape = cute.product_each(layouts.out.outer.shape)
     atoms["out"], arrays["out"] = primitives.tma_store(gOut, layouts.out, out_shape)
     if not key.is_split:
-        return Tma(**atoms), Arrays(
-            **arrays, out_rows=gOut, lse=dense_stats(call.lse, call.queries)
-        )
+        lse = dense_stats(call.lse, call.queries)
+        return forward_work.Tma(**atoms), forward_work.Arrays(**arrays, out_rows=gOut, lse=lse)
     batch, q_len, num_q_heads = call.queries
     queries = (batch * call.scalars.num_splits, q_len, num_q_heads)
     out_parts = dense(call.out_parts, queries, key.value_dim)
     lse_parts = dense_stats(call.lse_parts, queries)
-    return Tma(**atoms), Arrays(**arrays, out_rows=out_parts, lse=lse_parts)
+    return forward_work.Tma(**atoms), forward_work.Arrays(
+        **arrays, out_rows=out_parts, lse=lse_parts
+    )
 
 
 @cute.jit
@@ -176,6 +188,66 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = 
     return order, num_ctas
 
 
+def backward_arrays(
+    variant: Any, call: BackwardCall, layouts: Any
+) -> tuple[backward_work.Tma, backward_work.Arrays]:
+    """The arrays as TMA and as threads see them.
+
+    ``layouts`` has the shared memory layouts k and v of a tile, q and dout of a ring of tiles.
+    """
+    key, one = variant.key, (None, None, 0)
+    loads = {
+        "k": (dense(call.k, call.keys, key.head_dim), layouts.k),
+        "v": (dense(call.v, call.keys, key.value_dim), layouts.v),
+        "q": (dense(call.q, call.queries, key.head_dim), cute.slice_(layouts.q, one)),
+        "dout": (dense(call.dout, call.queries, key.value_dim), cute.slice_(layouts.dout, one)),
+    }
+    atoms: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, (array, layout) in loads.items():
+        shape = cute.product_each(layout.outer.shape)
+        atoms[name], arrays[name] = primitives.tma_load(array, layout, shape)
+    return backward_work.Tma(**atoms), backward_work.Arrays(
+        **arrays,
+        dk=dense(call.dk, call.keys, key.head_dim),
+        dv=dense(call.dv, call.keys, key.value_dim),
+    )
+
+
+@cute.jit
+def backward_order(
+    variant: cutlass.Constexpr, call: BackwardCall, ascends: cutlass.Constexpr[bool] = False
+) -> tuple:
+    """(work order, CTAs to launch); ``ascends`` as for ``backward_work.tile_at``."""
+    scalars, num_sms = call.scalars, call.num_sms
+    (batch, q_len, _), (_, kv_len, num_kv_heads) = call.queries, call.keys
+    num_kv_blocks = ceil_div(kv_len, variant.config.block_kv)
+    if const_expr(variant.is_general):
+        is_packed = tiles.is_present(scalars.keys.cu_seqlens_q).to(Int32)
+        num_kv_blocks = num_kv_blocks + is_packed * (scalars.keys.num_sequences + 1)
+    splits = scalars.splits
+    order = tiles.make_order(
+        batch * num_kv_heads * splits,
+        num_kv_heads * splits,
+        splits,
+        num_kv_blocks,
+        backward_work.bytes_per_head(variant, (q_len, scalars.group, num_kv_blocks), num_sms),
+        num_sms,
+    )
+    if const_expr(variant.key.mask == "full"):
+        # In a deterministic run the key blocks of a head follow each other, a turn apart. Whole
+        # heads on the CTAs of a round keep every CTA at its distance from the others.
+        if (scalars.deterministic != 0) & (num_kv_blocks < num_sms):
+            num_sms = num_sms // num_kv_blocks * num_kv_blocks
+    num_ctas = cutlass.min(num_sms, order.num_heads * num_kv_blocks)
+    if const_expr(variant.is_general):
+        num_ctas = order.num_heads * num_kv_blocks
+    if const_expr(ascends and variant.key.mask == "causal"):
+        if scalars.deterministic != 0:
+            num_ctas = order.num_heads * num_kv_blocks
+    return order, num_ctas
+
+
 def forward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:
     """The flat host entry of a forward, and the stand-in arguments it is compiled with.
 
@@ -225,7 +297,7 @@ def forward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:
             q_len,
             kv_len,
         )
-        scalars = Scalars(
+        scalars = forward_work.Scalars(
             sequences,
             window_left,
             window_right,

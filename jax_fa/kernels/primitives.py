@@ -145,6 +145,22 @@ def complete_tx(barrier: cute.Pointer, size_bytes: int) -> None:
     )
 
 
+@cute.jit
+def scrub_rows(tile: cute.Tensor, used: Int32) -> None:
+    """Sets the rows of ``tile``, in shared memory, to zero from ``used`` on. One warp."""
+    words = cute.recast_tensor(tile, Int32)
+    rows, width = (cute.size(words, mode=[mode]) for mode in (0, 1))
+    lane = cute.arch.lane_idx()
+    for row in cutlass.range(cutlass.max(used, 0), rows, unroll=1):
+        for first in cutlass.range_constexpr(0, width, cute.arch.WARP_SIZE):
+            if lane + first < width:
+                words[row, lane + first] = Int32(0)
+    # HAZARD: the tensor core reads through the async proxy what these lanes wrote through the
+    # generic one, and TMA must have finished before they wrote.
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+
+
 def widen(word: Int32, dtype: type) -> tuple[Float32, Float32]:
     """The two elements of type ``dtype`` in a word, the low half first."""
     if dtype is BFloat16:

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.band import ceil_div, first_kv_block
+from jax_fa.band import first_kv_block
 from jax_fa.kernels import backward_rows, edges, primitives
 from jax_fa.kernels.backward_work import Step, Work, first_step, following, tile_at, work_on
 from jax_fa.kernels.sm100.bwd_work import (
@@ -155,26 +155,10 @@ def _load_rows(variant: cutlass.Constexpr, copied: tuple, at: tuple, slot, phase
             cute.copy(tma, source[None, block], target, tma_bar_ptr=x.smem.scrub)
             cute.arch.mbarrier_wait(x.smem.scrub, phase)
             phase = phase ^ 1
-            _scrub(smem, used)
+            primitives.scrub_rows(smem, used)
             with cute.arch.elect_one():
                 primitives.complete_tx(slot.barrier, size_bytes)
     return phase
-
-
-@cute.jit
-def _scrub(smem: cute.Tensor, used: Int32):
-    """Sets the rows from ``used`` on to zero. One warp."""
-    pairs = cute.recast_tensor(smem, Int32)
-    words = cute.size(pairs, mode=[1])
-    lane = cute.arch.lane_idx()
-    for row in cutlass.range(cutlass.max(used, 0), ROWS, unroll=1):
-        for i in cutlass.range_constexpr(ceil_div(words, edges.WARP)):
-            if lane + i * edges.WARP < words:
-                pairs[row, lane + i * edges.WARP] = Int32(0)
-    # HAZARD: the tensor core reads through the async proxy what these lanes wrote through the
-    # generic one, and TMA must have finished before they wrote.
-    cute.arch.fence_view_async_shared()
-    cute.arch.sync_warp()
 
 
 class MmaPipes(NamedTuple):

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from jax_fa.config import BlackwellBackward, KernelKey
 from jax_fa.kernels import edges, primitives, tiles
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
-from jax_fa.kernels.backward_work import Scalars
+from jax_fa.kernels.backward_work import Arrays, Scalars, Tma
 from jax_fa.kernels.sm100.plan_bwd import ADD_STAGES, ADD_WARPS, HALF, ROWS, STATS
 
 
@@ -61,26 +61,6 @@ def make_layouts(variant: Variant) -> Layouts:
         dq=cute.make_layout((FLOATS, edges.WARP, fours, ADD_STAGES, ADD_WARPS)),
         stats=cute.make_layout((ROWS, STATS, config.q_stages)),
     )
-
-
-class Tma(NamedTuple):
-    """TMA descriptors."""
-
-    k: cute.CopyAtom
-    v: cute.CopyAtom
-    q: cute.CopyAtom
-    dout: cute.CopyAtom
-
-
-class Arrays(NamedTuple):
-    """Global arrays; the first four as TMA sees them."""
-
-    k: cute.Tensor  # (S, D, K, B)
-    v: cute.Tensor  # (S, Dv, K, B)
-    q: cute.Tensor  # (T, D, N, B)
-    dout: cute.Tensor  # (T, Dv, N, B)
-    dk: cute.Tensor  # (S, D, K, B)
-    dv: cute.Tensor  # (S, Dv, K, B)
 
 
 class Smem(NamedTuple):

@@ -53,9 +53,8 @@ def blocks_of_rows(
     full_end = cutlass.min(cutlass.max(own.full_end, full_start), end)
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.q_segments):
-            first_alike, end_alike = segments.alike(x.smem.segment_keys, BLOCK_KV)
-            full_start = cutlass.min(cutlass.max(full_start, first_alike), end)
-            full_end = cutlass.max(cutlass.min(full_end, end_alike), full_start)
+            full = (full_start, full_end)
+            full_start, full_end = segments.full_blocks(x.smem.segment_keys, BLOCK_KV, full, end)
     if const_expr(variant.key.mask_mod is not None):
         full_start, full_end = start, start
     return Blocks(start, full_start, full_end, end)

@@ -17,21 +17,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from jax_fa.band import ceil_div
 from jax_fa.config import HopperBackward, KernelKey
 from jax_fa.kernels import edges, host, primitives, segments, tiles
-from jax_fa.kernels.backward_rows import Scratch, dense
-from jax_fa.kernels.backward_work import Scalars, bytes_per_head, find_segment_rows
+from jax_fa.kernels.backward_rows import Scratch
+from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, find_segment_rows
 from jax_fa.kernels.sm90.bwd_roles import attend, keep_turns, load
-from jax_fa.kernels.sm90.bwd_work import (
-    Arrays,
-    Context,
-    Pipes,
-    Smem,
-    Tma,
-    Variant,
-    make_layouts,
-)
+from jax_fa.kernels.sm90.bwd_work import Context, Pipes, Smem, Variant, make_layouts
 from jax_fa.kernels.sm90.plan_bwd import backward_plan
 
 
@@ -119,58 +110,9 @@ def make_entry(key: KernelKey, config: HopperBackward):
 @cute.jit
 def launch(variant: cutlass.Constexpr, call: host.BackwardCall):
     """Describes the arrays to TMA and launches the main kernel."""
-    key, config = variant.key, variant.config
-    scalars, num_sms, queries, keys = call.scalars, call.num_sms, call.queries, call.keys
-    (batch, q_len, _), (_, kv_len, num_kv_heads) = queries, keys
-    layouts = make_layouts(variant)
-    one = (None, None, 0)
-    loads = {
-        "k": (dense(call.k, keys, key.head_dim), layouts.k),
-        "v": (dense(call.v, keys, key.value_dim), layouts.v),
-        "q": (dense(call.q, queries, key.head_dim), cute.slice_(layouts.q, one)),
-        "dout": (dense(call.dout, queries, key.value_dim), cute.slice_(layouts.dout, one)),
-    }
-    made = {
-        name: primitives.tma_load(array, layout, cute.product_each(layout.outer.shape))
-        for name, (array, layout) in loads.items()
-    }
-    arrays = Arrays(
-        **{name: tensor for name, (_, tensor) in made.items()},
-        dk=dense(call.dk, keys, key.head_dim),
-        dv=dense(call.dv, keys, key.value_dim),
-    )
-    num_kv_blocks = ceil_div(kv_len, config.block_kv)
-    if const_expr(variant.is_general):
-        is_packed = tiles.is_present(scalars.keys.cu_seqlens_q).to(Int32)
-        num_kv_blocks = num_kv_blocks + is_packed * (scalars.keys.num_sequences + 1)
-    splits = scalars.splits
-    order = tiles.make_order(
-        batch * num_kv_heads * splits,
-        num_kv_heads * splits,
-        splits,
-        num_kv_blocks,
-        bytes_per_head(variant, (q_len, scalars.group, num_kv_blocks), num_sms),
-        num_sms,
-    )
-    if const_expr(variant.key.mask == "full"):
-        # In a deterministic run the key blocks of a head follow each other, a turn apart. Whole
-        # heads on the CTAs of a round keep every CTA at its distance from the others.
-        if (scalars.deterministic != 0) & (num_kv_blocks < num_sms):
-            num_sms = num_sms // num_kv_blocks * num_kv_blocks
-    num_ctas = cutlass.min(num_sms, order.num_heads * num_kv_blocks)
-    if const_expr(variant.is_general):
-        num_ctas = order.num_heads * num_kv_blocks
-    if const_expr(variant.key.mask == "causal"):
-        if scalars.deterministic != 0:
-            num_ctas = order.num_heads * num_kv_blocks
-    kernel(
-        variant,
-        Tma(**{name: atom for name, (atom, _) in made.items()}),
-        arrays,
-        call.scratch,
-        scalars,
-        order,
-    ).launch(
+    tma, arrays = host.backward_arrays(variant, call, make_layouts(variant))
+    order, num_ctas = host.backward_order(variant, call, ascends=True)
+    kernel(variant, tma, arrays, call.scratch, call.scalars, order).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
         stream=call.stream,

@@ -8,7 +8,7 @@ from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from jax_fa.config import HopperBackward, KernelKey
 from jax_fa.kernels import backward_rows, edges, primitives, tiles
-from jax_fa.kernels.backward_work import Scalars
+from jax_fa.kernels.backward_work import Arrays, Scalars, Tma
 from jax_fa.kernels.sm90.plan import ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES
 
@@ -79,26 +79,6 @@ def make_layouts(variant: Variant) -> Layouts:
         ),
         ds=primitives.smem_layout(dtype, (config.block_q, config.block_kv, DS_STAGES), ROWS),
     )
-
-
-class Tma(NamedTuple):
-    """TMA descriptors."""
-
-    k: cute.CopyAtom
-    v: cute.CopyAtom
-    q: cute.CopyAtom
-    dout: cute.CopyAtom
-
-
-class Arrays(NamedTuple):
-    """Global arrays; the first four as TMA sees them."""
-
-    k: cute.Tensor  # (S, D, K, B)
-    v: cute.Tensor  # (S, Dv, K, B)
-    q: cute.Tensor  # (T, D, N, B)
-    dout: cute.Tensor  # (T, Dv, N, B)
-    dk: cute.Tensor  # (S, D, K, B)
-    dv: cute.Tensor  # (S, Dv, K, B)
 
 
 class Smem(NamedTuple):
