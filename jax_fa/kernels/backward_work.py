@@ -166,10 +166,11 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
                 first_seen, end_seen = segments.visited(x.smem.segment_rows, config.block_q)
                 start, end = cutlass.max(start, first_seen), cutlass.min(end, end_seen)
             end = cutlass.max(start, end)
-            full = segments.full_blocks(
-                x.smem.segment_rows, config.block_q, (full_start, full_end), end
+            full = (full_start, full_end)
+            full_start, full_end = segments.full_blocks(
+                x.smem.segment_rows, config.block_q, full, end
             )
-            blocks = Blocks(start, *full, end)
+            blocks = Blocks(start, full_start, full_end, end)
     per_part = ceil_div(scalars.group, scalars.splits)
     first = tile.q_head % scalars.splits * per_part
     num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)
