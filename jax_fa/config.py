@@ -177,7 +177,7 @@ class BlackwellForward:
 
 @dataclass(frozen=True)
 class BlackwellBackward:
-    """A backward kernel's tile and resources: 128 keys by CTA, 128 query rows by step.
+    """A backward kernel's tile and resources; its 128 keys by CTA are fixed.
 
     Attributes:
         q_stages: depth of the ring of query tiles.
@@ -186,6 +186,7 @@ class BlackwellBackward:
         add_registers: per thread of the role add, multiple of 8.
         attend_registers: per thread of the role attend, multiple of 8.
         other_registers: per thread of all others, multiple of 8.
+        block_q: query rows by step.
     """
 
     q_stages: int
@@ -196,6 +197,11 @@ class BlackwellBackward:
     other_registers: int = 56
     block_q: int = 128
     block_kv: int = 128
+
+    @property
+    def half_q(self) -> int:
+        """Query rows of a step that one warpgroup of the role attend works on."""
+        return self.block_q // 2
 
 
 def choose_forward(key: KernelKey) -> HopperForward | BlackwellForward:

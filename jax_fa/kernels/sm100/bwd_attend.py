@@ -14,7 +14,7 @@ from jax_fa.band import row_range
 from jax_fa.kernels import backward_rows, edges, primitives, softmax, tiles
 from jax_fa.kernels.backward_work import Work, first_step, following, tile_at, work_on
 from jax_fa.kernels.sm100.bwd_work import Context, Variant
-from jax_fa.kernels.sm100.plan_bwd import HALF, ROWS, dq_overlays
+from jax_fa.kernels.sm100.plan_bwd import ROWS, dq_overlays
 
 CHUNK = softmax.WORD
 """Columns of S that a thread masks and turns into P at a time."""
@@ -39,11 +39,11 @@ class AttendPipes(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What one thread knows of its key, or rather of the key and 64 queries of each tile.
+    """What one thread knows of its key, or rather of the key and half the queries of each tile.
 
     Attributes:
         row: of the tile; a lane of tensor memory.
-        first_query: 0 or 64.
+        first_query: 0, or ``config.half_q``.
         s, dp: loads of 32 and of 16 columns at a time.
         p, ds: stores of as many, two to a word.
     """
@@ -57,12 +57,12 @@ class Key(NamedTuple):
 
 
 def _make_key(variant: Variant, x: Context) -> Key:
-    plan = variant.plan
+    plan, half_q = variant.plan, variant.config.half_q
     thread = cute.arch.thread_idx()[0] - plan.role("attend").warps.start * edges.WARP
     half = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
-    row, own = thread % edges.WARPGROUP, half * HALF
+    row, own = thread % edges.WARPGROUP, half * half_q
     s, dp = (
-        primitives.tmem_rows(x.tmem + own, plan.columns(name).start, HALF) for name in ("s", "dp")
+        primitives.tmem_rows(x.tmem + own, plan.columns(name).start, half_q) for name in ("s", "dp")
     )
     p, ds = (_own_words(variant, x, name, half) for name in ("p", "ds"))
     return Key(
@@ -86,7 +86,7 @@ def _own_words(variant: Variant, x: Context, name: str, half: Int32) -> cute.Ten
 def attend(variant: cutlass.Constexpr, x: Context, pipes: AttendPipes):
     """S -> P, dP -> dS of every query tile; at the end writes dK, dV. Eight warps.
 
-    A thread has one key, and 64 queries of each tile.
+    A thread has one key, and half the queries of each tile.
 
     waits   s, dp, dv, dk full (mma), stats full (load)
     signals p, ds full, dv, dk empty (mma), stats empty (load)
@@ -145,7 +145,8 @@ def _step(
     """
     work, at = where
     pipes, s, dp, stats = ends
-    rS = key.s.whole_row()  # (64)
+    half_q = variant.config.half_q
+    rS = key.s.whole_row()  # (half_q)
     stats_full = stats.wait_and_advance()
     s.wait_and_advance()
     primitives.after_thread_sync()
@@ -156,7 +157,7 @@ def _step(
         read = variant.plan.barrier("read")
         cute.arch.barrier(barrier_id=read.index, number_of_threads=read.threads)
     lse2 = x.smem.stats[None, 0, stats_full.index]
-    for j in cutlass.range_constexpr(HALF // CHUNK):
+    for j in cutlass.range_constexpr(half_q // CHUNK):
         scores = rS[None, None, j]
         if const_expr(variant.key.has_soft_cap):
             softmax.cap(scores, x.scalars.cap_inner_log2)
@@ -171,8 +172,8 @@ def _step(
     delta = x.smem.stats[None, 1, stats_full.index]
     dp.wait_and_advance()
     primitives.after_thread_sync()
-    factors = cute.make_tensor(rS.iterator, cute.make_layout((DS_CHUNK, HALF // DS_CHUNK)))
-    for j in cutlass.range_constexpr(HALF // DS_CHUNK):
+    factors = cute.make_tensor(rS.iterator, cute.make_layout((DS_CHUNK, half_q // DS_CHUNK)))
+    for j in cutlass.range_constexpr(half_q // DS_CHUNK):
         rDp = key.dp.piece()  # (16)
         cute.copy(key.dp.copy, key.dp.tmem[None, None, j], rDp)
         cute.arch.fence_view_async_tmem_load()
@@ -268,7 +269,7 @@ def _mask(
     window = work.window
     at, first = where
     number = work.tile.q_block * ROWS + key.row
-    first_row = at.q_block * ROWS + key.first_query + first
+    first_row = at.q_block * variant.config.block_q + key.first_query + first
     rows = row_range(window, number, minimum=cutlass.min, maximum=cutlass.max)
     end = rows.hi if number < window.kv_len else 0
     bits = softmax.visible_bits(softmax.Visible(rows.lo - first_row, end - first_row), 0)
@@ -300,7 +301,7 @@ def _write_gradient(
     work, name = what
     columns = variant.plan.columns(name)
     own = columns.cols // 2
-    half = key.first_query // HALF
+    half = key.first_query // variant.config.half_q
     tGradient = primitives.tmem_rows(x.tmem + half * own, columns.start, own)
     loads = primitives.tmem_load(tGradient, GRADIENT_COLUMNS, key.row)
     if work.num_steps > 0:

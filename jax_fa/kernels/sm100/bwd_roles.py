@@ -18,6 +18,7 @@ from jax_fa.kernels.sm100.bwd_work import (
     Context,
     Product,
     Products,
+    Variant,
     make_products,
     slot_of,
 )
@@ -91,7 +92,7 @@ def _load_queries(
     smem = x.smem.q[None, None, slot.index]
     phase = _load_query_rows(variant, (x, x.tma.q, x.arrays.q, smem), (work, at), slot, phase)
     slot = stats.acquire_and_advance()
-    row = work.scratch_row + at.q_block * ROWS
+    row = work.scratch_row + at.q_block * variant.config.block_q
     for i, array in enumerate((x.scratch.lse2, x.scratch.delta)):
         source = cute.domain_offset((row,), array[None, at.head])
         primitives.bulk_load(source, x.smem.stats[None, i, slot.index], slot.barrier)
@@ -113,25 +114,25 @@ def _load_douts(variant: cutlass.Constexpr, x: Context, work: Work, at: Step, en
 def _load_query_rows(
     variant: cutlass.Constexpr, copied: tuple, where: tuple, slot, phase: Int32
 ) -> Int32:
-    """128 query rows of one head; ``copied`` is (x, TMA, array, smem), ``where`` (work, step)."""
+    """A query tile of one head; ``copied`` is (x, TMA, array, smem), ``where`` (work, step)."""
     x, tma, array, smem = copied
     work, at = where
     rows = cute.domain_offset((work.q_start, 0), array[None, None, at.head, work.tile.batch])
-    used = work.window.q_len - at.q_block * ROWS
+    used = work.window.q_len - at.q_block * variant.config.block_q
     return _load_rows(variant, (x, tma, rows, smem), (at.q_block, used), slot, phase)
 
 
 @cute.jit
 def _load_rows(variant: cutlass.Constexpr, copied: tuple, at: tuple, slot, phase: Int32) -> Int32:
-    """128 rows; those that the sequence does not use become zero.
+    """A tile's rows; those that the sequence does not use become zero.
 
     Their P and dS are 0, but 0 * NaN is not. Behind the array's last row TMA fills with zeros by
     itself; what lies between goes over a barrier of its own, for the last rows of a sequence.
 
     Args:
         variant: the variant.
-        copied: (x, TMA, rows of the sequence, 128 rows of smem).
-        at: number of the 128 rows, and how many of them are used.
+        copied: (x, TMA, rows of the sequence, tile in smem).
+        at: number of the tile, and how many of its rows are used.
         slot: of the edge that announces them.
         phase: of the barrier ``scrub``.
 
@@ -140,16 +141,16 @@ def _load_rows(variant: cutlass.Constexpr, copied: tuple, at: tuple, slot, phase
     """
     x, tma, rows, smem = copied
     block, used = at
-    width = cute.size(smem, mode=[1])
-    tiled = cute.local_tile(rows, (ROWS, width), (None, 0))
+    height, width = (cute.size(smem, mode=[i]) for i in range(2))
+    tiled = cute.local_tile(rows, (height, width), (None, 0))
     target, source = primitives.tma_views(tma, smem, tiled)
     if const_expr(not variant.is_general):
         cute.copy(tma, source[None, block], target, tma_bar_ptr=slot.barrier)
     else:
-        if used >= ROWS:
+        if used >= height:
             cute.copy(tma, source[None, block], target, tma_bar_ptr=slot.barrier)
         else:
-            size_bytes = ROWS * width * variant.dtype.width // 8
+            size_bytes = height * width * variant.dtype.width // 8
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
             cute.copy(tma, source[None, block], target, tma_bar_ptr=x.smem.scrub)
@@ -369,7 +370,8 @@ def _add_tile(
     full = dq.wait_and_advance()
     primitives.after_thread_sync()
     fours = config.add_columns // backward_rows.FLOATS
-    sums = slot_of(x.scratch, work.scratch_row + at.q_block * ROWS, at.head, head_dim)
+    row = work.scratch_row + at.q_block * config.block_q
+    sums = slot_of(variant, x.scratch, row, at.head)
     own = warp * (edges.WARP * head_dim // backward_rows.FLOATS)
     for j in cutlass.range_constexpr(head_dim // config.add_columns):
         first = j * config.add_columns
@@ -410,10 +412,10 @@ def _add_tile(
     return dq
 
 
-def _turns_of(x: Context, work: Work, at: Step) -> cute.Pointer:
+def _turns_of(variant: Variant, x: Context, work: Work, at: Step) -> cute.Pointer:
     """Counts the warps that have added to a query tile."""
-    row = work.scratch_row // ROWS + at.q_block
-    return x.scratch.turns.iterator + (at.head * cute.size(x.scratch.turns, mode=[0]) + row)
+    tile = work.scratch_row // variant.config.block_q + at.q_block
+    return x.scratch.turns.iterator + (at.head * cute.size(x.scratch.turns, mode=[0]) + tile)
 
 
 @cute.jit
@@ -423,8 +425,11 @@ def _await_turn(variant: cutlass.Constexpr, x: Context, work: Work, at: Step):
     All tiles walk from the last query tile to the first. Under a causal mask the first key block
     has the longest way and the first turn everywhere, so waiting hardly lengthens the whole.
     """
-    first = first_kv_block(work.window, at.q_block, ROWS, ROWS, maximum=cutlass.max)
-    counter = _turns_of(x, work, at)
+    config = variant.config
+    first = first_kv_block(
+        work.window, at.q_block, config.block_q, config.block_kv, maximum=cutlass.max
+    )
+    counter = _turns_of(variant, x, work, at)
     before = (work.tile.q_block - first) * ADD_WARPS
     taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     while taken < before:
@@ -439,5 +444,5 @@ def _pass_turn(variant: cutlass.Constexpr, x: Context, work: Work, at: Step):
     cute.arch.sync_warp()
     cute.arch.fence_acq_rel_gpu()
     if cute.arch.lane_idx() == 0:
-        counter = _turns_of(x, work, at)
+        counter = _turns_of(variant, x, work, at)
         cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")

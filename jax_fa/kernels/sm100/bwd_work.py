@@ -10,7 +10,7 @@ from jax_fa.config import BlackwellBackward, KernelKey
 from jax_fa.kernels import edges, primitives, tiles
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma
-from jax_fa.kernels.sm100.plan_bwd import ADD_STAGES, ADD_WARPS, HALF, ROWS, STATS
+from jax_fa.kernels.sm100.plan_bwd import ADD_STAGES, ADD_WARPS, ROWS, STATS
 
 
 class Variant(NamedTuple):
@@ -41,11 +41,11 @@ class Layouts(NamedTuple):
 
     k: cute.ComposedLayout  # (128, D)
     v: cute.ComposedLayout  # (128, Dv)
-    q: cute.ComposedLayout  # (128, D, q_stages)
-    dout: cute.ComposedLayout  # (128, Dv, dout_stages)
-    ds: cute.ComposedLayout  # (128 keys, 128 queries)
+    q: cute.ComposedLayout  # (block_q, D, q_stages)
+    dout: cute.ComposedLayout  # (block_q, Dv, dout_stages)
+    ds: cute.ComposedLayout  # (128 keys, block_q)
     dq: cute.Layout  # (4, lane, columns / 4, stage, warp), as in ``Scratch.dq_sum``
-    stats: cute.Layout  # (128, {lse2, delta}, q_stages)
+    stats: cute.Layout  # (block_q, {lse2, delta}, q_stages)
 
 
 def make_layouts(variant: Variant) -> Layouts:
@@ -55,11 +55,11 @@ def make_layouts(variant: Variant) -> Layouts:
     return Layouts(
         k=primitives.smem_layout(dtype, (ROWS, key.head_dim)),
         v=primitives.smem_layout(dtype, (ROWS, key.value_dim)),
-        q=primitives.smem_layout(dtype, (ROWS, key.head_dim, config.q_stages)),
-        dout=primitives.smem_layout(dtype, (ROWS, key.value_dim, config.dout_stages)),
-        ds=primitives.smem_layout(dtype, (ROWS, ROWS)),
+        q=primitives.smem_layout(dtype, (config.block_q, key.head_dim, config.q_stages)),
+        dout=primitives.smem_layout(dtype, (config.block_q, key.value_dim, config.dout_stages)),
+        ds=primitives.smem_layout(dtype, (ROWS, config.block_q)),
         dq=cute.make_layout((FLOATS, edges.WARP, fours, ADD_STAGES, ADD_WARPS)),
-        stats=cute.make_layout((ROWS, STATS, config.q_stages)),
+        stats=cute.make_layout((config.block_q, STATS, config.q_stages)),
     )
 
 
@@ -110,9 +110,9 @@ class Products(NamedTuple):
 
 def make_products(variant: Variant, x: Context) -> Products:
     """The products of a variant, with their memory."""
-    key, dtype, smem = variant.key, variant.dtype, x.smem
+    key, dtype, smem, block_q = variant.key, variant.dtype, x.smem, variant.config.block_q
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-    scores = primitives.make_umma(dtype, ROWS, k_major)
+    scores = primitives.make_umma(dtype, block_q, k_major)
     dv = primitives.make_umma(dtype, key.value_dim, mn_major, a_in_tmem=True)
     dk = primitives.make_umma(dtype, key.head_dim, mn_major, a_in_tmem=True)
     dq = primitives.make_umma(dtype, key.head_dim, mn_major, a_major=mn_major)
@@ -132,13 +132,13 @@ def make_products(variant: Variant, x: Context) -> Products:
     return Products(
         Product(
             scores,
-            accumulator(scores, "s", ROWS),
+            accumulator(scores, "s", block_q),
             a_in_smem(scores, smem.k),
             b_in_smem(scores, smem.q),
         ),
         Product(
             scores,
-            accumulator(scores, "dp", ROWS),
+            accumulator(scores, "dp", block_q),
             a_in_smem(scores, smem.v),
             b_in_smem(scores, smem.dout),
         ),
@@ -162,7 +162,7 @@ def make_products(variant: Variant, x: Context) -> Products:
 
 def _halves(variant: Variant, x: Context, mma: cute.TiledMma, name: str) -> cute.Tensor:
     """P or dS as A operand, in two halves."""
-    half = mma.make_fragment_A(mma.partition_shape_A((ROWS, HALF))).layout
+    half = mma.make_fragment_A(mma.partition_shape_A((ROWS, variant.config.half_q))).layout
     *modes, slabs = half.shape
     *strides, slab = half.stride
     first, second = (variant.plan.columns(f"{name}{i}").start for i in range(2))
@@ -172,8 +172,10 @@ def _halves(variant: Variant, x: Context, mma: cute.TiledMma, name: str) -> cute
     return cute.make_tensor(pointer, layout)
 
 
-def slot_of(scratch: Scratch, row: Int32, head: Int32, head_dim: int) -> cute.Tensor:
-    """(4, 128 * D / 4) sums of dQ of the 128 query rows from ``row`` of ``Scratch`` on."""
-    fours = head_dim // FLOATS
+def slot_of(variant: Variant, scratch: Scratch, row: Int32, head: Int32) -> cute.Tensor:
+    """(4, block_q * D / 4) sums of dQ of the query tile at ``row`` of ``Scratch``."""
+    fours = variant.key.head_dim // FLOATS
     sums = cute.domain_offset((0, row * fours), scratch.dq_sum[None, None, head])
-    return cute.make_tensor(sums.iterator, cute.make_layout((FLOATS, ROWS * fours)))
+    return cute.make_tensor(
+        sums.iterator, cute.make_layout((FLOATS, variant.config.block_q * fours))
+    )

@@ -8,11 +8,12 @@ per SM: one warpgroup takes dQ away, two turn S into P and dP into dS, single wa
 load (kernel design after FlashAttention-4, arXiv:2603.05451).
 
 # Note [Halves]
-Of each query tile, the first warpgroup of the role attend works on queries 0 to 63, the second on
-64 to 127. P and dS take half the columns of the S and dP that they come from, and each half of them
-lies over its own half of those: columns 0-31 and 64-95. So a thread overwrites only what it alone
-reads, and has read, and the warpgroups never wait for each other. The A operand then has a gap
-after its first four slabs, which costs nothing: each tcgen05.mma takes one slab and its address.
+The first warpgroup of the role attend works on the first half of the queries of a tile, the second
+on the others, 64 of 128. P and dS take half the columns of the S and dP that they come from,
+and each half of them lies over its own half of those: columns 0-31 and 64-95. So a thread
+overwrites only what it alone reads, and has read, and the warpgroups never wait for each other. The
+A operand then has a gap after its first four slabs, which costs nothing: each tcgen05.mma takes one
+slab and its address.
 
 # Note [P overwrites S]
 S of the next tile, which overwrites P, is issued after dV, which reads P, by the same warp to a
@@ -61,10 +62,6 @@ from jax_fa.kernels.sm100.plan import (
     SMEM_CAPACITY_BYTES,
 )
 
-HALF = ROWS // 2
-"""Queries of a tile that one warpgroup of the role attend works on: Note [Halves]."""
-HALF_WORDS = HALF * ELEMENT_BYTES // FLOAT_BYTES
-"""Columns of their P."""
 STATS = 2
 """Floats by query row: log2-sum-exp2 and delta."""
 ADD_STAGES = 2
@@ -87,9 +84,7 @@ def dq_overlays(key: KernelKey) -> str:
 
 def backward_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
     """The checked plan of the backward kernel for ``key`` under ``config``."""
-    k_bytes = ROWS * key.head_dim * ELEMENT_BYTES
-    v_bytes = ROWS * key.value_dim * ELEMENT_BYTES
-    stats_bytes = ROWS * STATS * FLOAT_BYTES
+    key_bytes, value_bytes = key.head_dim * ELEMENT_BYTES, key.value_dim * ELEMENT_BYTES
     add_bytes = ROWS * config.add_columns * FLOAT_BYTES
     others = config.other_registers
     plan = Plan(
@@ -101,41 +96,46 @@ def backward_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
             Role("idle", range(14, 16), others),
         ),
         edges=(
-            *_loaded_edges(config, k_bytes, v_bytes, stats_bytes),
+            *_loaded_edges(key, config),
             *_score_edges(),
             Edge("dq", "mma", "add", 1, 0, "dQ in TMEM", "dQ in registers", "umma"),
             Edge("dv", "mma", "attend", 1, 0, "all dV of a tile retired", "read", "umma"),
             Edge("dk", "mma", "attend", 1, 0, "all dK of a tile retired", "read", "umma"),
         ),
         buffers=(
-            Buffer("k", k_bytes),
-            Buffer("v", v_bytes),
-            Buffer("q", config.q_stages * k_bytes),
-            Buffer("dout", config.dout_stages * v_bytes),
-            Buffer("ds", ROWS * ROWS * ELEMENT_BYTES),
+            Buffer("k", ROWS * key_bytes),
+            Buffer("v", ROWS * value_bytes),
+            Buffer("q", config.q_stages * config.block_q * key_bytes),
+            Buffer("dout", config.dout_stages * config.block_q * value_bytes),
+            Buffer("ds", ROWS * config.block_q * ELEMENT_BYTES),
             Buffer("dq", ADD_STAGES * add_bytes),
-            Buffer("stats", config.q_stages * stats_bytes),
+            Buffer("stats", config.q_stages * _stats_bytes(config)),
             Buffer("words", WORDS_BYTES),
         ),
         barriers=_barriers(key),
         smem_capacity_bytes=SMEM_CAPACITY_BYTES,
-        tmem=_tmem(key),
+        tmem=_tmem(key, config),
     )
     check(plan)
     return plan
 
 
-def _loaded_edges(
-    config: BlackwellBackward, k_bytes: int, v_bytes: int, stats_bytes: int
-) -> tuple[Edge, ...]:
+def _stats_bytes(config: BlackwellBackward) -> int:
+    return config.block_q * STATS * FLOAT_BYTES
+
+
+def _loaded_edges(key: KernelKey, config: BlackwellBackward) -> tuple[Edge, ...]:
     """What TMA brings: the operands of the products, and the statistics of query rows."""
+    key_bytes, value_bytes = key.head_dim * ELEMENT_BYTES, key.value_dim * ELEMENT_BYTES
+    k, v = ROWS * key_bytes, ROWS * value_bytes
+    q, dout, stats = config.block_q * key_bytes, config.block_q * value_bytes, _stats_bytes(config)
     q_stages, dout_stages = config.q_stages, config.dout_stages
     return (
-        Edge("k", "load", "mma", 1, k_bytes, "keys in smem", "last dQ retired", "tma_umma"),
-        Edge("v", "load", "mma", 1, v_bytes, "values in smem", "last dP retired", "tma_umma"),
-        Edge("q", "load", "mma", q_stages, k_bytes, "queries in smem", "dK retired", "tma_umma"),
-        Edge("dout", "load", "mma", dout_stages, v_bytes, "dO in smem", "dV retired", "tma_umma"),
-        Edge("stats", "load", "attend", q_stages, stats_bytes, "lse2, delta in smem", "read"),
+        Edge("k", "load", "mma", 1, k, "keys in smem", "last dQ retired", "tma_umma"),
+        Edge("v", "load", "mma", 1, v, "values in smem", "last dP retired", "tma_umma"),
+        Edge("q", "load", "mma", q_stages, q, "queries in smem", "dK retired", "tma_umma"),
+        Edge("dout", "load", "mma", dout_stages, dout, "dO in smem", "dV retired", "tma_umma"),
+        Edge("stats", "load", "attend", q_stages, stats, "lse2, delta in smem", "read"),
     )
 
 
@@ -156,47 +156,52 @@ def _barriers(key: KernelKey) -> tuple[NamedBarrier, ...]:
     return done, NamedBarrier("read", 2, 8 * WARP, "all of S is in registers: Note [In turn]")
 
 
-def _tmem(key: KernelKey) -> tuple[TmemRange, ...]:
+def _tmem(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange, ...]:
     """S dV dP dK, dQ where there is room, and halves of P and dS over those of S and dP."""
-    d, dv = key.head_dim, key.value_dim
+    d, dv, columns, half = key.head_dim, key.value_dim, config.block_q, config.half_q
     if dq_overlays(key) == "s":
-        return _tmem_in_turn(key)
-    dp = ROWS + dv
-    dk = dp + ROWS
+        return _tmem_in_turn(key, config)
+    dp = columns + dv
+    dk = dp + columns
     dq, ds_over = TmemRange("dq", dk + d, d), "dp"
     if dq_overlays(key) == "dp":
         dq, ds_over = TmemRange("dq", dp, d, "dp", "Note [dQ overwrites dP]"), "dq"
     return (
-        TmemRange("s", 0, ROWS),
-        TmemRange("dv", ROWS, dv),
-        TmemRange("dp", dp, ROWS),
+        TmemRange("s", 0, columns),
+        TmemRange("dv", columns, dv),
+        TmemRange("dp", dp, columns),
         TmemRange("dk", dk, d),
         dq,
-        *_halves("p", (0, HALF), "s", "Note [P overwrites S]"),
-        *_halves("ds", (dp, dp + HALF), ds_over, "Note [P overwrites S]"),
+        *_halves(config, "p", (0, half), ("s", "Note [P overwrites S]")),
+        *_halves(config, "ds", (dp, dp + half), (ds_over, "Note [P overwrites S]")),
     )
 
 
-def _tmem_in_turn(key: KernelKey) -> tuple[TmemRange, ...]:
+def _tmem_in_turn(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange, ...]:
     """Columns of dV and dK, and behind them dQ over dP over S."""
-    d, dv = key.head_dim, key.value_dim
-    s, dp, why = dv + d, dv + d + HALF, "Note [In turn]"
+    d, dv, columns, half = key.head_dim, key.value_dim, config.block_q, config.half_q
+    s, dp, why = dv + d, dv + d + half, "Note [In turn]"
     return (
         TmemRange("dv", 0, dv),
         TmemRange("dk", dv, d),
         TmemRange("dq", s, d),
-        TmemRange("s", s, ROWS, "dq", why),
-        TmemRange("dp", dp, ROWS, "s", why),
-        *_halves("p", (s, s + HALF_WORDS), "s", why),
-        *_halves("ds", (dp, dp + HALF), "dp", "Note [P overwrites S]"),
+        TmemRange("s", s, columns, "dq", why),
+        TmemRange("dp", dp, columns, "s", why),
+        *_halves(config, "p", (s, s + _half_words(config)), ("s", why)),
+        *_halves(config, "ds", (dp, dp + half), ("dp", "Note [P overwrites S]")),
     )
 
 
-def _halves(name: str, starts: tuple[int, int], over: str, why: str) -> tuple[TmemRange, ...]:
-    """Both halves of P or dS."""
-    return tuple(
-        TmemRange(f"{name}{i}", start, HALF_WORDS, over, why) for i, start in enumerate(starts)
-    )
+def _half_words(config: BlackwellBackward) -> int:
+    return config.half_q * ELEMENT_BYTES // FLOAT_BYTES
+
+
+def _halves(
+    config: BlackwellBackward, name: str, starts: tuple[int, int], over: tuple[str, str]
+) -> tuple[TmemRange, ...]:
+    """Both halves of P or dS; ``over`` says over what, and which note excuses it."""
+    columns = _half_words(config)
+    return tuple(TmemRange(f"{name}{i}", start, columns, *over) for i, start in enumerate(starts))
 
 
 def main() -> None:
