@@ -116,7 +116,7 @@ def place(module):
 def may_import(module, target):
     """Whether the module `module` of jax_fa may import its module `target`."""
     if target == EXTENSION:
-        return module == "bindings"
+        return module in ("bindings", "emulator.native")
     (tower, index), (target_tower, target_index) = place(module), place(target)
     return target_tower in BELOW[tower] or (target_tower == tower and target_index <= index)
 
@@ -182,6 +182,11 @@ def test_module_imports_only_what_its_layer_may(module):
         ("kernels.softmax", "from jax_fa import vjp", "jax_fa.kernels.softmax imports jax_fa.vjp"),
         ("api", "def f():\n  import cutlass", "jax_fa.api imports cutlass"),
         ("api", "from jax_fa import _jax_fa", "jax_fa.api imports jax_fa._jax_fa"),
+        (
+            "emulator.dot",
+            "from jax_fa import _jax_fa",
+            "jax_fa.emulator.dot imports jax_fa._jax_fa",
+        ),
         ("vjp", "import jax_fa", "jax_fa.vjp imports jax_fa.__init__"),
         ("new", "", "jax_fa.new is in no layer: add it to TOWERS"),
     ],
@@ -206,6 +211,7 @@ INCLUDES = {
     "arguments.*": ("arguments.h", "kernels.h"),
     "attention_cpu*": ("attention_cpu*.h", "band.h", "kernels.h"),
     "driver*": ("driver.h",),
+    "emulator_dot*": ("emulator_dot.h",),
     "kernel_table*": ("driver.h", "kernel_table.h", "kernels.h"),
     "handlers_cpu.*": ("arguments.h", "attention_cpu.h", "handlers_cpu.h", "kernels.h"),
     "handlers_cuda.*": ("arguments.h", "driver.h", "handlers_cuda.h", "kernel_table.h"),

@@ -8,13 +8,18 @@ float16. A product's exponent is the sum of its factors' exponents, so its signi
 Evidence: this rule is that of Xie et al., "MMA-Sim" (arXiv 2511.10909) and of Khattak and Mikaitis,
 "Accurate Models of NVIDIA Tensor Cores" (arXiv 2512.07004), who compared it with V100 to B200; here
 it gives every bit of what an H200 computed (``tests/emulator/test_hardware.py``).
+
+``ffi/emulator_dot.cc`` computes the same bits, faster, where the extension is there.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+
+from jax_fa.emulator import native
 
 U4, F4, I2 = np.uint32, np.float32, np.int16
 _ZERO = I2(-1000)  # exponent of a factor that is zero: below all others, also in a sum of two
@@ -47,48 +52,59 @@ def hopper_rule(type_: str, result: str) -> Rule:
     return Rule(type_, result, 13, 13) if type_ in ("e4m3", "e5m2") else Rule(type_, result)
 
 
-class Factors(NamedTuple):
+class Factors:
     """One operand. K comes first: sums over it are then sums of whole planes.
 
     Attributes:
       planes: (K, rows) float32.
-      exponents: (K, rows) int16.
-      is_finite: whether all of it is.
+      type: of the elements.
     """
 
-    planes: np.ndarray
-    exponents: np.ndarray
-    is_finite: bool
+    def __init__(self, planes: np.ndarray, type_: str) -> None:
+        self.planes = planes
+        self.type = type_
 
     @classmethod
     def of(cls, values: np.ndarray, type_: str) -> Factors:
         """Factors of an operand (rows, K)."""
-        planes = np.ascontiguousarray(values.T)
-        field = (planes.view(U4) >> U4(23)).astype(I2) & I2(0xFF)
-        exponents = np.maximum(field - I2(127), I2(_MIN_EXPONENT[type_]))
-        exponents[planes == 0] = _ZERO
-        return cls(planes, exponents, int(field.max()) < 0xFF)
+        return cls(np.ascontiguousarray(values.T), type_)
 
     @classmethod
     def side_by_side(cls, parts: list[Factors]) -> Factors:
         """Rows of one after those of the other."""
         if len(parts) == 1:
             return parts[0]
-        planes, exponents, is_finite = zip(*parts, strict=True)
-        return cls(np.concatenate(planes, 1), np.concatenate(exponents, 1), all(is_finite))
+        return cls(np.concatenate([part.planes for part in parts], 1), parts[0].type)
+
+    @cached_property
+    def exponents(self) -> np.ndarray:
+        """(K, rows) int16."""
+        field = (self.planes.view(U4) >> U4(23)).astype(I2) & I2(0xFF)
+        exponents = np.maximum(field - I2(127), self.least_exponent)
+        exponents[self.planes == 0] = _ZERO
+        return exponents
+
+    @property
+    def least_exponent(self) -> np.int16:
+        """Of the element type's numbers."""
+        return I2(_MIN_EXPONENT[self.type])
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """Whether all of it is."""
+        return bool(np.isfinite(self.planes).all())
 
     def rows(self, which: slice) -> Factors:
         """Some of the rows."""
-        return Factors(self.planes[:, which], self.exponents[:, which], self.is_finite)
+        return Factors(self.planes[:, which], self.type)
 
     def finite(self) -> Factors:
         """The same with infinities and NaN replaced by zeros."""
-        is_finite = np.isfinite(self.planes)
-        return Factors(
-            np.where(is_finite, self.planes, F4(0)),
-            np.where(is_finite, self.exponents, _ZERO),
-            True,
-        )
+        return Factors(np.where(np.isfinite(self.planes), self.planes, F4(0)), self.type)
+
+    def negated(self) -> Factors:
+        """The same with the other sign."""
+        return Factors(-self.planes, self.type)
 
 
 def multiply_add(a: Factors, b: Factors, c: np.ndarray | None, rule: Rule) -> np.ndarray:
@@ -103,11 +119,23 @@ def multiply_add(a: Factors, b: Factors, c: np.ndarray | None, rule: Rule) -> np
     Returns:
       (M, N) float32, of values that fit float16 where the result is of that type.
     """
+    if native.core is None or rule.result != "f32":
+        return multiply_add_in_numpy(a, b, c, rule)
+    if c is not None and c.strides[1] != c.itemsize:
+        c = np.ascontiguousarray(c)
+    result = np.empty((a.planes.shape[1], b.planes.shape[1]), F4)
+    least = (int(a.least_exponent), int(b.least_exponent))
+    native.core.multiply_add(a.planes, b.planes, c, least, (rule.digits, rule.cut), result)
+    return result
+
+
+def multiply_add_in_numpy(a: Factors, b: Factors, c: np.ndarray | None, rule: Rule) -> np.ndarray:
+    """What multiply_add does, without the extension."""
     rows = a.planes.shape[1]
     if rows > _ROWS:
         parts = [slice(first, first + _ROWS) for first in range(0, rows, _ROWS)]
         return np.concatenate(
-            [multiply_add(a.rows(p), b, None if c is None else c[p], rule) for p in parts]
+            [multiply_add_in_numpy(a.rows(p), b, None if c is None else c[p], rule) for p in parts]
         )
     top = (a.exponents[:, :, None] + b.exponents[:, None, :]).max(0)
     is_finite = a.is_finite and b.is_finite
@@ -162,5 +190,5 @@ def _with_specials(a: Factors, b: Factors, c: np.ndarray | None, rule: Rule) -> 
         plain = plain if c is None else plain + c
         special = np.where(np.isnan(plain), _NAN, plain.astype(F4))
     addend = None if c is None else np.where(np.isfinite(c), c, F4(0))
-    usual = multiply_add(a.finite(), b.finite(), addend, rule)
+    usual = multiply_add_in_numpy(a.finite(), b.finite(), addend, rule)
     return np.where(np.isfinite(plain), usual, special)

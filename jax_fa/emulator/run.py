@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
@@ -19,6 +21,21 @@ from jax_fa.emulator.report import Report
 INSTRUCTION_FILES = (alu, async_copy, lanes, loadstore, mma, sync, tcgen05, wgmma)
 
 
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Without cyclic garbage collection.
+
+    A decoded program is many objects and no garbage. Looking for some takes half of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @lru_cache(maxsize=8)
 def _module(ptx: str) -> Module:
     return parse(ptx)
@@ -26,7 +43,8 @@ def _module(ptx: str) -> Module:
 
 @lru_cache(maxsize=16)
 def _program(ptx: str, kernel: str | None) -> Program:
-    return decode(_module(ptx).kernel(kernel))
+    with _garbage_kept():
+        return decode(_module(ptx).kernel(kernel))
 
 
 def emulate(

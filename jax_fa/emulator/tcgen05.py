@@ -476,7 +476,7 @@ def _tmem_operand(
 def _multiply_half(half: _Half, b: Factors, shape: Shape, adds: str | None) -> None:
     a, addend = half.a(), None
     if shape.is_negative:
-        a = a._replace(planes=-a.planes)
+        a = a.negated()
     if adds is not None:
         for cells in half.cells:
             half.cta.tmem.check_written(cells, f"{adds} (accumulating)")

@@ -105,7 +105,7 @@ def _compute(warp: Warp, multiplies: list[_Multiply]) -> None:
             addend = accumulator.load(warp.slots) if held is None else held[1]
         a = multiply.a()
         if multiply.is_negative:
-            a = a._replace(planes=-a.planes)
+            a = a.negated()
         total = multiply_add(a, multiply.b(), addend, multiply.rule)
         pending[accumulator.key] = (accumulator, total)
         multiply.done = True
