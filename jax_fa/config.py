@@ -90,7 +90,7 @@ class HopperForward:
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         q_in_registers: the query fragment is an operand in registers, not in shared memory.
-        packs_heads: query heads of a group share tiles; no Hopper kernel does.
+        packs_heads: query heads of a group share tiles where that saves some (``tiles.Packing``).
     """
 
     block_kv: int
@@ -249,6 +249,7 @@ def hopper_forward(key: KernelKey) -> HopperForward:
         consumer_registers=consumer_registers,
         producer_registers=producer_registers,
         q_in_registers=q_in_registers,
+        packs_heads=key.is_split,
     )
 
 

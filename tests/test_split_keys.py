@@ -31,22 +31,34 @@ DECODE = Problem(
     semantics=Semantics(128**-0.5, Band()),
     has_lengths=True,
 )
+LONG = 1 << 17
+"""Keys for as many parts as there are multiprocessors."""
 ALL = Target("cuda", frozenset(variants.BY_NAME))
 
 # ----------------------------------------------------------------------------------- how many parts
 
 
 def test_few_tiles_over_many_keys_are_split_until_the_multiprocessors_are_busy():
-    assert abi.kv_splits(DECODE) == abi.RESIDENT_CTAS // 16
-    assert abi.kv_splits(replace(DECODE, batch=1, num_sequences=1)) == abi.RESIDENT_CTAS // 8
+    alone = replace(DECODE, num_kv_heads=8, kv_len=LONG)
+    assert abi.kv_splits(alone) == abi.RESIDENT_CTAS // 16
+    assert abi.kv_splits(replace(alone, batch=1, num_sequences=1)) == abi.RESIDENT_CTAS // 8
     assert abi.kv_splits(replace(DECODE, num_q_heads=1, num_kv_heads=1)) == 16384 // abi.SPLIT_KEYS
+
+
+def test_heads_that_share_a_tile_count_once():
+    assert abi.packing(abi.SPLIT_ROWS, 4) == (4, 32, 1)
+    for q_len, tiles in ((1, 4), (32, 4), (33, 8), (64, 8)):
+        problem = replace(DECODE, q_len=q_len, kv_len=LONG)
+        assert abi.kv_splits(problem) == abi.RESIDENT_CTAS // tiles
+    # Sharing would leave as many tiles.
+    assert abi.kv_splits(replace(DECODE, q_len=100, kv_len=LONG)) == abi.RESIDENT_CTAS // 16
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"kv_len": 2 * abi.SPLIT_KEYS - 1},
-        {"num_q_heads": abi.RESIDENT_CTAS // 2},
+        {"num_q_heads": abi.RESIDENT_CTAS // 2, "num_kv_heads": abi.RESIDENT_CTAS // 2},
         {"batch": 64, "num_sequences": 64},
         {"q_len": 4096},
         {"batch": 1, "q_len": 64, "num_sequences": 64, "is_packed": True},
@@ -59,8 +71,8 @@ def test_many_tiles_or_few_keys_are_not_split(fields):
 
 
 def test_packed_sequences_count_with_their_mean_length():
-    packed = replace(DECODE, batch=1, q_len=2, num_sequences=2, is_packed=True)
-    assert abi.kv_splits(packed) == abi.RESIDENT_CTAS // 16
+    packed = replace(DECODE, batch=1, q_len=2, num_sequences=2, is_packed=True, kv_len=LONG)
+    assert abi.kv_splits(packed) == abi.RESIDENT_CTAS // 4
     assert abi.kv_splits(replace(packed, kv_len=4 * abi.SPLIT_KEYS)) == 2
 
 

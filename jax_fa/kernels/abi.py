@@ -146,6 +146,31 @@ def scratch_shapes(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
     }
 
 
+GRANULE = 8
+"""Rows of a head that stay together where heads share a tile: what a TMA box can put anywhere in
+swizzled shared memory, so that every group packs without a kernel of its own."""
+
+
+def packing(block_q: int, group: Any) -> tuple[Any, Any, Any]:
+    """How the most heads of a group share tiles of ``block_q`` rows.
+
+    Returns:
+        Heads with rows in one tile, query positions of a tile, tiles by which a group covers them.
+    """
+    granules = block_q // GRANULE
+    units = ceil_div(group, granules)
+    heads = ceil_div(group, units)
+    return heads, granules // heads * GRANULE, units
+
+
+def packing_pays(packed_tiles: Any, plain_tiles: Any) -> Any:
+    """Whether heads are to share tiles: it saves a quarter of the tiles or more.
+
+    For a packed tile, Q is loaded in more, smaller pieces, and out is not stored by TMA.
+    """
+    return 4 * packed_tiles <= 3 * plain_tiles
+
+
 SPLIT_ROWS = 128
 """Query rows per tile in ``kv_splits``: the smallest ``block_q`` of any forward kernel that splits,
 so that keys are never split where a kernel of larger tiles would do better without."""
@@ -162,12 +187,21 @@ def kv_splits(problem: Problem) -> int:
     short queries over long keys, as in decoding. Packed sequences count with their mean length.
     """
     p = problem
-    q_tiles = ceil_div(p.batch * p.q_len, SPLIT_ROWS) + p.num_sequences - p.batch
-    if not p.is_packed:
-        q_tiles = p.batch * ceil_div(p.q_len, SPLIT_ROWS)
+    _, positions, units = packing(SPLIT_ROWS, max(p.group, 1))
+    plain, packed = _q_tiles(p, SPLIT_ROWS, p.group), _q_tiles(p, positions, units)
+    q_tiles = packed if packing_pays(packed, plain) else plain
     kv_len = p.kv_len * p.batch // max(p.num_sequences, 1)
-    wanted = RESIDENT_CTAS // max(q_tiles * p.num_q_heads, 1)
+    wanted = RESIDENT_CTAS // max(q_tiles, 1)
     return max(min(wanted, kv_len // SPLIT_KEYS), 1)
+
+
+def _q_tiles(problem: Problem, positions: int, units: int) -> int:
+    """Tiles of all sequences and key/value heads, each of which has ``units`` by ``positions``."""
+    p = problem
+    blocks = p.batch * ceil_div(p.q_len, positions)
+    if p.is_packed:
+        blocks = ceil_div(p.batch * p.q_len, positions) + p.num_sequences - p.batch
+    return blocks * p.num_kv_heads * units
 
 
 def forward_scratch_shapes(

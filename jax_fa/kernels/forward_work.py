@@ -2,19 +2,19 @@
 
 A variant is anything with ``key``, ``config``, ``plan``, ``dtype`` and ``is_general``; a context
 ``x`` anything with ``arrays``, ``scalars``, ``order``, ``smem`` and ``tma``, and, if its config
-``packs_heads``, ``packing``.
+``packs_heads``, ``packing`` and ``granules``.
 """
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from jax_fa import mask_mods
 from jax_fa.band import UNBOUNDED, Band, Blocks, Window, kv_blocks, part_of
 from jax_fa.config import KernelKey
-from jax_fa.kernels import edges, primitives, segments, tiles
+from jax_fa.kernels import abi, edges, primitives, segments, tiles
 
 
 class Variant(NamedTuple):
@@ -66,6 +66,13 @@ class Arrays(NamedTuple):
     out: cute.Tensor  # (T, Dv, N, B)
     out_rows: cute.Tensor  # (T, Dv, N, B)
     lse: cute.Tensor  # (T, N, B)
+
+
+class Granules(NamedTuple):
+    """The query array for TMA to copy ``abi.GRANULE`` rows at a time."""
+
+    tma: cute.CopyAtom
+    q: cute.Tensor  # (T, D, N, B)
 
 
 class Scalars(NamedTuple):
@@ -218,6 +225,34 @@ def find_segment_keys(variant: cutlass.Constexpr, x: Any) -> None:
     end = cutlass.min(blocks.end * config.block_kv, span.kv_len)
     searched = (blocks.start * config.block_kv, end)
     segments.scan(x.smem.segment_keys, keys, searched, wanted, variant.plan.threads)
+
+
+def row_of_tile(variant: Variant, x: Any, work: Work, row: Int32) -> tiles.RowAt:
+    """What row ``row`` of a tile is about."""
+    if variant.config.packs_heads:
+        return tiles.row_at(x.packing, work.tile, work.span.first_row, row)
+    return tiles.RowAt(work.span.first_row + row, work.tile.q_head, Boolean(True))
+
+
+@cute.jit
+def load_granules(
+    variant: cutlass.Constexpr, x: Any, work: Work, at: tuple, barrier: cute.Pointer
+) -> None:
+    """A stage of queries of several heads, piece by piece; beyond the array TMA fills with zeros.
+
+    ``at`` is (first row of the tile, stage).
+    """
+    first, stage = at
+    sQ = cute.make_tensor(x.smem.q.iterator, primitives.by_granules(x.smem.q.layout))
+    shape = (abi.GRANULE, variant.key.head_dim)
+    for g in cutlass.range(cute.size(sQ, mode=[2]), unroll=1):
+        row = tiles.row_at(x.packing, work.tile, work.span.first_row, first + g * abi.GRANULE)
+        rows = x.granules.q[None, None, row.head, work.tile.batch]
+        rows = cute.domain_offset((work.span.q_start + row.position, 0), rows)
+        target, source = primitives.tma_views(
+            x.granules.tma, sQ, cute.local_tile(rows, shape, (None, 0))
+        )
+        cute.copy(x.granules.tma, source[None, 0], target[None, g, stage], tma_bar_ptr=barrier)
 
 
 @cute.jit

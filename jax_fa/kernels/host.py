@@ -139,23 +139,32 @@ def _num_q_blocks(variant: cutlass.Constexpr, call: ForwardCall, positions: Int3
 
 @cute.jit
 def forward_packing(variant: cutlass.Constexpr, call: ForwardCall) -> tiles.Packing:
-    """How query heads share tiles: not at all unless that saves a quarter of the tiles or more.
-
-    For a packed tile, Q is loaded in more, smaller pieces, and out is not stored by TMA.
-    """
+    """How query heads share tiles, if that pays."""
     block_q, group = variant.config.block_q, call.queries[2] // call.keys[2]
-    packed, plain = tiles.packing(block_q, group), tiles.Packing(1, block_q, group, group)
+    packed = tiles.Packing(*abi.packing(block_q, group), group)
+    plain = tiles.Packing(1, block_q, group, group)
     before, after = (
         cute.ceil_div(p.units * _num_q_blocks(variant, call, p.positions), variant.plan.ctas)
         for p in (plain, packed)
     )
-    pays = 4 * after <= 3 * before
+    pays = abi.packing_pays(after, before)
     return tiles.Packing(
         packed.heads if pays else Int32(plain.heads),
         packed.positions if pays else Int32(plain.positions),
         packed.units if pays else plain.units,
         group,
     )
+
+
+def forward_granules(
+    variant: Any, call: ForwardCall, layout: cute.ComposedLayout
+) -> forward_work.Granules:
+    """The query array as TMA copies pieces of a packed tile, to shared memory of ``layout``."""
+    head_dim = variant.key.head_dim
+    by_granules = cute.select(primitives.by_granules(layout.outer), mode=[0, 1])
+    granule = cute.make_composed_layout(layout.inner, 0, by_granules)
+    queries, shape = dense(call.q, call.queries, head_dim), (abi.GRANULE, head_dim)
+    return forward_work.Granules(*primitives.tma_load(queries, granule, shape, variant.plan.ctas))
 
 
 @cute.jit

@@ -28,6 +28,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, cute
 
+from jax_fa.kernels.abi import GRANULE
+
 L2_BUDGET_BYTES = 32 << 20
 """Keys and values that one band of heads may occupy: most of the 50 MB L2 of an H100."""
 
@@ -185,11 +187,6 @@ def one_per_cta(order: Order, slot: Int32) -> Tile:
     return tile
 
 
-GRANULE = 8
-"""Rows of a head that stay together where heads share a tile: what a TMA box can put anywhere in
-swizzled shared memory, so that every group packs without a kernel of its own."""
-
-
 class Packing(NamedTuple):
     """How the query heads of a group share tiles of ``block_q`` rows: Note [Packed heads].
 
@@ -204,14 +201,6 @@ class Packing(NamedTuple):
     positions: Int32
     units: Int32
     group: Int32
-
-
-def packing(block_q: int, group: Int32) -> Packing:
-    """The packing with most heads by tile."""
-    granules = block_q // GRANULE
-    units = cute.ceil_div(group, granules)
-    heads = cute.ceil_div(group, units)
-    return Packing(heads, granules // heads * GRANULE, units, group)
 
 
 class RowAt(NamedTuple):

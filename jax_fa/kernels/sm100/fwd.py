@@ -31,10 +31,10 @@ from cutlass.memory import SmemAllocator
 
 from jax_fa.config import BlackwellForward, KernelKey
 from jax_fa.kernels import edges, host, primitives, segments, tiles
-from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, find_segment_keys
+from jax_fa.kernels.forward_work import Arrays, Granules, Scalars, Tma, Variant, find_segment_keys
 from jax_fa.kernels.sm100 import fwd_roles as roles
 from jax_fa.kernels.sm100 import fwd_softmax
-from jax_fa.kernels.sm100.fwd_roles import Context, Granules, Smem
+from jax_fa.kernels.sm100.fwd_roles import Context, Smem
 from jax_fa.kernels.sm100.plan import BLOCK_KV, OUT_STAGES, ROWS, forward_plan, tiling
 
 
@@ -213,16 +213,7 @@ def launch(variant: cutlass.Constexpr, call: host.ForwardCall):
     layouts = make_layouts(variant)
     copied = Layouts(*[cute.slice_(layout, one) for layout in layouts])
     tma, arrays = host.forward_arrays(variant, call, copied)
-    by_granules = primitives.by_granules(layouts.q.outer)
-    granule = cute.make_composed_layout(layouts.q.inner, 0, cute.select(by_granules, mode=[0, 1]))
-    granules = Granules(
-        *primitives.tma_load(
-            host.dense(call.q, call.queries, variant.key.head_dim),
-            granule,
-            (tiles.GRANULE, variant.key.head_dim),
-            variant.plan.ctas,
-        )
-    )
+    granules = host.forward_granules(variant, call, layouts.q)
     packing = host.forward_packing(variant, call)
     order, num_ctas = host.forward_order(variant, call, packing)
     kernel(variant, tma, arrays, call.scalars, order, packing, granules).launch(

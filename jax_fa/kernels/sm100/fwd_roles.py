@@ -14,10 +14,12 @@ from cutlass.pipeline import PipelineConsumer, PipelineProducer
 from jax_fa.kernels import primitives, tiles
 from jax_fa.kernels.forward_work import (
     Arrays,
+    Granules,
     Scalars,
     Tma,
     Variant,
     Work,
+    load_granules,
     load_partial_v,
     tile_at,
     work_on,
@@ -43,13 +45,6 @@ class Smem(NamedTuple):
     stats: cute.Tensor  # (128, 2, q_tiles) row, {shrink or sum, maximum}, query tile
     scrub: cute.Pointer  # one mbarrier
     segment_keys: cute.Tensor  # (3,) kernels/segments.py
-
-
-class Granules(NamedTuple):
-    """The query array for TMA to copy 8 rows at a time."""
-
-    tma: cute.CopyAtom
-    q: cute.Tensor  # (T, D, N, B)
 
 
 class Context(NamedTuple):
@@ -104,7 +99,7 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
             if x.packing.heads == 1:
                 _load_q(variant, x, work, i, slot)
             else:
-                _load_granules(variant, x, work, i, slot)
+                load_granules(variant, x, work, (i * ROWS, slot.index), slot.barrier)
         for i in cutlass.range(newest - work.blocks.start, unroll=1):
             block = newest - i
             # In the order in which mma needs them.
@@ -135,27 +130,6 @@ def _load_q(variant: cutlass.Constexpr, x: Context, work: Work, i: cutlass.Const
     gQ = _head(queries, work.span.q_start + first, (ROWS, variant.key.head_dim))
     sQ, gQ = primitives.tma_views(x.tma.q, x.smem.q, gQ)
     cute.copy(x.tma.q, gQ[None, i, 0], sQ[None, slot.index], tma_bar_ptr=slot.barrier)
-
-
-@cute.jit
-def _load_granules(
-    variant: cutlass.Constexpr, x: Context, work: Work, i: cutlass.Constexpr[int], slot
-):
-    """One query tile of several heads, 8 rows at a time; beyond the array TMA fills with zeros."""
-    sQ = cute.make_tensor(x.smem.q.iterator, primitives.by_granules(x.smem.q.layout))
-    shape = (tiles.GRANULE, variant.key.head_dim)
-    for g in cutlass.range(ROWS // tiles.GRANULE, unroll=1):
-        row = i * ROWS + g * tiles.GRANULE
-        at = tiles.row_at(x.packing, work.tile, work.span.first_row, row)
-        queries = x.granules.q[None, None, at.head, work.tile.batch]
-        gQ = _head(queries, work.span.q_start + at.position, shape)
-        target, source = primitives.tma_views(x.granules.tma, sQ, gQ)
-        cute.copy(
-            x.granules.tma,
-            source[None, 0, 0],
-            target[None, g, slot.index],
-            tma_bar_ptr=slot.barrier,
-        )
 
 
 @cute.jit

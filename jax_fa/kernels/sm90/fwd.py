@@ -31,7 +31,9 @@ from jax_fa.kernels.forward_work import (
     Work,
     batch_of_part,
     find_segment_keys,
+    load_granules,
     load_partial_v,
+    row_of_tile,
     sink_of,
     tile_at,
     work_on,
@@ -107,6 +109,21 @@ def load_middle(
 @cute.jit
 def load_q(variant: cutlass.Constexpr, x: Context, work: Work, slot: Any) -> None:
     """The query tile, 64 rows at a time."""
+    if const_expr(variant.config.packs_heads):
+        if x.packing.heads == 1:
+            load_q_of_head(variant, x, work, slot)
+        else:
+            consumers = variant.config.num_consumers
+            for i in cutlass.range_constexpr(consumers):
+                at = (i * ROWS, slot.index * consumers + i)
+                load_granules(variant, x, work, at, slot.barrier)
+    else:
+        load_q_of_head(variant, x, work, slot)
+
+
+@cute.jit
+def load_q_of_head(variant: cutlass.Constexpr, x: Context, work: Work, slot: Any) -> None:
+    """The query tile of a single head."""
     consumers = variant.config.num_consumers
     rows = x.arrays.q[None, None, work.tile.q_head, work.tile.batch]
     rows = cute.domain_offset((work.span.q_start + work.span.first_row, 0), rows)
@@ -179,11 +196,11 @@ def mask_block(
 ) -> None:
     """Hides the keys of a block that a row does not see."""
     scalars = x.scalars
-    row = work.span.first_row + c.index * ROWS + primitives.row_in_tile(c.thread)
+    rows = [at.position for at in rows_of_thread(variant, x, c, work)]
     first_key = block * variant.config.block_kv + primitives.first_column(c.thread)
     visible = []
-    for r in cutlass.range_constexpr(softmax.ROWS):
-        keys = key_range(work.window, row + 8 * r, minimum=cutlass.min, maximum=cutlass.max)
+    for row in rows:
+        keys = key_range(work.window, row, minimum=cutlass.min, maximum=cutlass.max)
         visible.append(softmax.Visible(keys.lo - first_key, keys.hi - first_key))
     softmax.mask(scores, visible, variant.is_general)
     if const_expr(variant.is_general):
@@ -192,17 +209,23 @@ def mask_block(
             q_base = work.tile.batch * sequences.q_len + work.span.q_start
             kv_base = work.tile.batch * sequences.kv_len + work.span.kv_start
             row_ids = []
-            for r in cutlass.range_constexpr(softmax.ROWS):
+            for row in rows:
                 # 0 in a tile beyond all sequences, which has no rows.
-                present = cutlass.max(cutlass.min(row + 8 * r, work.span.q_slot - 1), 0)
+                present = cutlass.max(cutlass.min(row, work.span.q_slot - 1), 0)
                 row_ids.append(tiles.element(scalars.q_segments, q_base + present))
             last = cutlass.max(work.span.kv_len - 1 - first_key, -first_key)
             softmax.mask_segments(
                 scores, row_ids, scalars.kv_segments + (kv_base + first_key), last
             )
     if const_expr(variant.key.mask_mod is not None):
-        diagonals = [row + 8 * r + work.window.shift for r in range(softmax.ROWS)]
+        diagonals = [row + work.window.shift for row in rows]
         softmax.mask_by_function(scores, variant.mask_function, diagonals, first_key)
+
+
+def rows_of_thread(variant: Variant, x: Context, c: Consumer, work: Work) -> list[tiles.RowAt]:
+    """What the calling thread's rows are about."""
+    row = c.index * ROWS + primitives.row_in_tile(c.thread)
+    return [row_of_tile(variant, x, work, row + 8 * r) for r in range(softmax.ROWS)]
 
 
 @cute.jit
@@ -419,47 +442,50 @@ def store(
 ) -> None:
     """Normalises the accumulator; writes 64 rows of out and of lse; ``at`` is (work, q tile)."""
     work, q_index = at
-    span, tile = work.span, work.tile
-    sink = sink_of(variant, x, work, work.tile.q_head)
+    span = work.span
+    rows = rows_of_thread(variant, x, c, work)
+    sinks = [sink_of(variant, x, work, rows[0].head)] * softmax.ROWS
+    if const_expr(variant.config.packs_heads):
+        sinks = [sink_of(variant, x, work, row.head) for row in rows]
     batch = batch_of_part(variant, x, work)
-    row = span.first_row + c.index * ROWS + primitives.row_in_tile(c.thread)
     factors = cute.make_rmem_tensor((softmax.ROWS,), Float32)
     out_rows = primitives.by_row(c.out)
     for r in cutlass.range_constexpr(softmax.ROWS):
-        result = softmax.finish_row(state.maximum[r], state.total[r], x.scalars.scale_log2, sink)
-        factor, lse = result
+        row, maximum, total = rows[r], state.maximum[r], state.total[r]
+        factor, lse = softmax.finish_row(maximum, total, x.scalars.scale_log2, sinks[r])
         if const_expr(variant.is_general):
-            if row + 8 * r >= span.q_len:
+            if row.position >= span.q_len:
                 factor, lse = Float32(0.0), -Float32.inf
                 # The query may hold anything here, NaN too.
                 for i in cutlass.range_constexpr(cute.size(out_rows, mode=[1])):
                     out_rows[r, i] = Float32(0.0)
         factors[r] = factor
-        if (primitives.first_column(c.thread) == 0) & (row + 8 * r < span.q_slot):
-            x.arrays.lse[span.q_start + row + 8 * r, tile.q_head, batch] = lse
+        is_written = row.is_there & (row.position < span.q_slot)
+        if (primitives.first_column(c.thread) == 0) & is_written:
+            x.arrays.lse[span.q_start + row.position, row.head, batch] = lse
     softmax.scale_rows(c.out, factors)
     if const_expr(variant.is_split):
-        store_part(x, c, work, row, batch)
+        store_part(x, c, work, rows, batch)
     else:
-        store_rounded(variant, x, c, at, row)
+        store_rounded(variant, x, c, at, rows)
 
 
 @cute.jit
-def store_part(x: Context, c: Consumer, work: Work, row: Int32, batch: Int32) -> None:
-    """Writes rows as they are, in float32."""
-    rows = primitives.by_row(c.out)
-    gOut = x.arrays.out_rows[None, None, work.tile.q_head, batch]
+def store_part(x: Context, c: Consumer, work: Work, rows: list, batch: Int32) -> None:
+    """Writes ``rows`` as they are, in float32."""
+    values = primitives.by_row(c.out)
     first = primitives.first_column(c.thread)
     for r in cutlass.range_constexpr(softmax.ROWS):
-        if row + 8 * r < work.span.q_slot:
-            for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-                column = first + primitives.column_of(i)
-                gOut[work.span.q_start + row + 8 * r, column] = rows[r, i]
+        row = rows[r]
+        if row.is_there & (row.position < work.span.q_slot):
+            gOut = x.arrays.out_rows[work.span.q_start + row.position, None, row.head, batch]
+            for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
+                gOut[first + primitives.column_of(i)] = values[r, i]
 
 
 @cute.jit
 def store_rounded(
-    variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, row: Int32
+    variant: cutlass.Constexpr, x: Context, c: Consumer, at: tuple, rows: list
 ) -> None:
     """Rounds and writes rows, by TMA where all 64 are the sequence's; ``at`` is (work, q tile)."""
     work, _ = at
@@ -468,7 +494,7 @@ def store_rounded(
     end_of_rows = work.span.first_row + (c.index + 1) * ROWS
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.sequences.cu_seqlens_q) & (end_of_rows > work.span.q_slot):
-            store_rows(x, c, work, row, rounded)
+            store_rows(x, c, work, rows, rounded)
         else:
             store_tile(variant, x, c, at, rounded)
     else:
@@ -476,16 +502,17 @@ def store_rounded(
 
 
 @cute.jit
-def store_rows(x: Context, c: Consumer, work: Work, row: Int32, rounded: cute.Tensor) -> None:
+def store_rows(x: Context, c: Consumer, work: Work, rows: list, rounded: cute.Tensor) -> None:
     """Writes rows one by one, leaving those of the next packed sequence alone."""
     span, tile = work.span, work.tile
     gOut = cute.recast_tensor(x.arrays.out_rows[None, None, tile.q_head, tile.batch], Int32)
     pairs = primitives.pairs_by_row(rounded)
     first = primitives.first_column(c.thread) // 2
     for r in cutlass.range_constexpr(softmax.ROWS):
-        if row + 8 * r < span.q_slot:
+        position = rows[r].position
+        if position < span.q_slot:
             for i in cutlass.range_constexpr(cute.size(pairs, mode=[1])):
-                gOut[span.q_start + row + 8 * r, first + 4 * i] = pairs[r, i]
+                gOut[span.q_start + position, first + 4 * i] = pairs[r, i]
 
 
 @cute.jit
@@ -522,6 +549,8 @@ def kernel(
     arrays: Arrays,
     scalars: Scalars,
     order: tiles.Order,
+    packing: Any,
+    granules: Any,
 ) -> None:
     """Device entry: shared memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
@@ -559,7 +588,7 @@ def kernel(
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
-    x = Context(tma, arrays, scalars, order, smem)
+    x = Context(tma, arrays, scalars, order, smem, packing, granules)
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
             find_segment_keys(variant, x)
@@ -584,8 +613,12 @@ def launch(variant: cutlass.Constexpr, call: host.ForwardCall) -> None:
     layouts, one = make_layouts(variant), (None, None, 0)
     copied = Layouts(*[cute.slice_(layout, one) for layout in layouts[:3]], out=layouts.out)
     tma, arrays = host.forward_arrays(variant, call, copied)
-    order, num_ctas = host.forward_order(variant, call)
-    kernel(variant, tma, arrays, call.scalars, order).launch(
+    packing, granules = None, None
+    if const_expr(variant.config.packs_heads):
+        packing = host.forward_packing(variant, call)
+        granules = host.forward_granules(variant, call, layouts.q)
+    order, num_ctas = host.forward_order(variant, call, packing)
+    kernel(variant, tma, arrays, call.scalars, order, packing, granules).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
         stream=call.stream,

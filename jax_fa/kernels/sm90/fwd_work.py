@@ -1,6 +1,6 @@
 """What the roles of the Hopper forward share beyond ``kernels/forward_work.py``: memory, pipes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
@@ -45,6 +45,8 @@ class Context(NamedTuple):
     scalars: Scalars
     order: tiles.Order
     smem: Smem
+    packing: Any  # tiles.Packing, or None if the variant does not pack heads
+    granules: Any  # Granules, or None likewise
 
 
 def make_layouts(variant: Variant) -> Layouts:
