@@ -9,6 +9,7 @@ the rest of the kernel; by dominance none does.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 import shutil
@@ -70,6 +71,8 @@ exponentials by polynomial need.
 
 NARROWER = {"other special": "exp2", "red.global": "red.global.v4"}
 """Meanings whose count leaves out those instructions that also have the second meaning."""
+
+_PATTERNS = {name: re.compile(rf"({pattern})(\.|$)") for name, pattern in MEANINGS.items()}
 
 _INSTRUCTION = re.compile(
     r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@(?P<predicate>!?U?P\w+)\s+)?"
@@ -159,15 +162,20 @@ def parse(listing: str) -> list[Code]:
     return found
 
 
+@functools.cache
+def _meanings_of(opcode: str) -> tuple[str, ...]:
+    """Those of ``MEANINGS`` that an opcode counts for."""
+    found = [name for name, pattern in _PATTERNS.items() if pattern.match(opcode)]
+    return tuple(name for name in found if NARROWER.get(name) not in found)
+
+
 def count(instructions: Iterable[Instruction]) -> dict[str, int]:
     """Number of instructions of each of ``MEANINGS``, and of "all"."""
     opcodes = Counter(instruction.opcode for instruction in instructions)
-    counts = {
-        meaning: sum(n for opcode, n in opcodes.items() if re.match(rf"({pattern})(\.|$)", opcode))
-        for meaning, pattern in MEANINGS.items()
-    }
-    for wide, narrow in NARROWER.items():
-        counts[wide] -= counts[narrow]
+    counts = dict.fromkeys(MEANINGS, 0)
+    for opcode, number in opcodes.items():
+        for meaning in _meanings_of(opcode):
+            counts[meaning] += number
     return {**counts, "all": opcodes.total()}
 
 

@@ -17,9 +17,11 @@ import dataclasses
 import fnmatch
 import itertools
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--variants", default="*", metavar="GLOB", help="only these")
     parser.add_argument("--no-sass", action="store_true", help="do not read machine code")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parallel readers")
     parser.add_argument("--banks", action="store_true", help="list accesses to shared memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the roofline there")
@@ -284,14 +287,17 @@ def _audited(options: argparse.Namespace, variants: Sequence[Variant]) -> list[R
     """Reports of what ``options.folder`` holds of ``variants``, without the model."""
     nvdisasm = None if options.no_sass else aot_sass.find_nvdisasm()
     dynamic = _dynamic_shared_bytes(options.folder)
-    reports = []
-    for variant in variants:
+
+    def audited(variant: Variant) -> Report:
         path = options.folder / f"{variant.name}.o"
         report = aot_audit.resources(variant, path, dynamic.get(variant.name, ()))
         if nvdisasm is not None:
             aot_audit.audit_code(report, variant, aot_sass.disassemble(path, nvdisasm))
-        reports.append(report)
-    return reports
+        return report
+
+    # Most of the time is the disassembler's, a process of its own.
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return list(pool.map(audited, variants))
 
 
 def _print_reports(reports: Sequence[Report]) -> None:
