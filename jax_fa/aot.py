@@ -92,7 +92,7 @@ class Job:
     @property
     def is_done(self) -> bool:
         """True if the cache holds the entry; its record is written last."""
-        return self.path(".json").exists()
+        return self.path(".json").exists() and self.path(".ptx.xz").exists()
 
 
 def select(globs: Sequence[str], archs: Sequence[str]) -> list[Variant]:
@@ -207,6 +207,7 @@ def compile_variant(job: Job) -> None:
             "dynamic_shared_bytes": dynamic_shared_bytes(str(compiled.ir_module)),
             "kernels": [asdict(kernel) for kernel in kernels],
         }
+        job.path(".ptx.xz").write_bytes(lzma.compress(ptx.read_bytes()))
         ptx.replace(job.path(".ptx"))
         header.replace(job.path(".h"))
         (made / f"{variant.name}.o").replace(job.path(".o"))
@@ -316,13 +317,10 @@ def write_output(jobs: Sequence[Job], output: Path, keep_ptx: bool) -> None:
     records, rows = [], []
     for job in jobs:
         job.path(".json").touch()
-        ptx = job.path(".ptx").read_bytes()
-        if not job.path(".ptx.xz").exists():
-            job.path(".ptx.xz").write_bytes(lzma.compress(ptx))
         for suffix in (".o", ".h", ".ptx.xz", *([".ptx"] if keep_ptx else [])):
             shutil.copyfile(job.path(suffix), output / (job.variant.name + suffix))
         record = json.loads(job.path(".json").read_text())
-        digest = hashlib.sha256(ptx).hexdigest()
+        digest = hashlib.sha256(job.path(".ptx").read_bytes()).hexdigest()
         records.append(record)
         rows.append(aot_table.Row(job.variant, record["symbol"], _signatures(record), digest))
     (output / "kernel_table.gen.cc").write_text(aot_table.table(rows))
