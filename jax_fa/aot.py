@@ -424,7 +424,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="compile forwards with a mask function too (jax_fa/mask_mods.py), beside the chosen "
+        help="compile kernels with a mask function too (jax_fa/mask_mods.py), beside the chosen "
         "ones of the general mask; may be repeated",
     )
     parser.add_argument("--jobs", type=int, default=_num_cores(), help="parallel compilations")

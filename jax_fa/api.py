@@ -80,8 +80,8 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         mask_mod: name of a function of positions that hides further keys: "chunked_N" (causal
             within chunks of N), "prefix_lm_N" (causal, the first N keys seen by all), or
             "module:function" (``jax_fa.mask_mods``). GPU kernels serve those that the build
-            compiled (``python -m jax_fa.aot --mask-mod``); anything else, and the gradient, runs
-            unfused.
+            compiled (``python -m jax_fa.aot --mask-mod``), but for Hopper's backward; anything
+            else runs unfused.
 
     Returns:
         [B, T, N, Dv] (or [T, N, Dv]) in the dtype of query; with return_residual a tuple

@@ -1,7 +1,7 @@
 """``python -m jax_fa.support [README.md]``: what kernels serve, as a Markdown table.
 
-The table is what ``choice.choose`` says about one problem per feature, given a full build. With a
-file name, the table between the two marks in it is brought up to date.
+The table is what ``choice.choose`` says about one problem per feature, given a full build with one
+mask function. With a file name, the table between the two marks in it is brought up to date.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 from jax_fa.band import Band
 from jax_fa.choice import Target, choose
 from jax_fa.problem import Problem, Semantics
-from jax_fa.variants import ARCHS, BY_NAME, HOPPER_HEADS, Operation
+from jax_fa.variants import ARCHS, BY_NAME, HOPPER_HEADS, VARIANTS, Operation, with_mask_mod
 
 START = "<!-- support table, written by: python -m jax_fa.support README.md -->"
 END = "<!-- end of the support table -->"
 
+_MASK_MOD = "chunked_1024"
 _PLAIN = Problem(
     dtype="bfloat16",
     batch=2,
@@ -57,13 +58,17 @@ _FEATURES: dict[str, Sequence[Problem]] = {
     "`logits_soft_cap`": [replace(_PLAIN, semantics=Semantics(scale=1.0, soft_cap=30.0))],
     "`sinks`": [replace(_PLAIN, has_sinks=True)],
     "`deterministic`": [replace(_PLAIN, semantics=Semantics(scale=1.0, deterministic=True))],
+    "`mask_mod`, compiled with `--mask-mod`": [
+        replace(_PLAIN, semantics=Semantics(scale=1.0, mask_mod=_MASK_MOD))
+    ],
 }
 
 
 def _columns() -> dict[str, tuple[Target, Operation]]:
     columns: dict[str, tuple[Target, Operation]] = {"CPU": (Target("cpu"), "fwd")}
+    compiled = {*BY_NAME, *(variant.name for variant in with_mask_mod(VARIANTS, _MASK_MOD))}
     for arch in ARCHS:
-        target = Target("cuda", frozenset(BY_NAME), (arch.capability,))
+        target = Target("cuda", frozenset(compiled), (arch.capability,))
         columns[f"{arch.name} forward"] = (target, "fwd")
         columns[f"{arch.name} backward"] = (target, "bwd")
     return columns

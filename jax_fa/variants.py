@@ -122,12 +122,17 @@ VARIANTS = tuple(_enumerate())
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
+def _takes_mask_mod(kernels: str, operation: Operation) -> bool:
+    """Whether the kernels of a directory are written for mask functions."""
+    return operation == "fwd" or kernels == "sm100"
+
+
 def with_mask_mod(chosen: Iterable[Variant], mask_mod: str) -> list[Variant]:
-    """The variants that serve a mask function where ``chosen`` serve none: further forwards."""
+    """The variants that serve a mask function where ``chosen`` serve none."""
     return [
         replace(variant, key=replace(variant.key, mask_mod=mask_mod))
         for variant in chosen
-        if variant.operation == "fwd"
+        if _takes_mask_mod(variant.kernels, variant.operation)
         and variant.key.mask == "general"
         and not (variant.key.is_split or variant.key.has_soft_cap)
     ]
@@ -232,12 +237,12 @@ def nearest(
         return f"kernels for {arch.name} have D/Dv {listed}, not {asked[0]}/{asked[1]}.{advice}"
     cap = " with a soft cap" if problem.semantics.soft_cap is not None else ""
     mask_mod = problem.semantics.mask_mod
-    if mask_mod is not None and operation == "bwd":
-        return f"backward kernels take no mask_mod such as {mask_mod!r}."
+    if mask_mod is not None and not _takes_mask_mod(arch.kernels, operation):
+        return f"{operation} kernels for {arch.name} take no mask_mod such as {mask_mod!r}."
     if mask_mod is not None:
         return (
-            f"no kernel{cap} for {arch.name} is compiled with mask_mod={mask_mod!r}. Forwards "
-            f"without a soft cap are, by python -m jax_fa.aot --mask-mod {mask_mod}."
+            f"no {operation} kernel{cap} for {arch.name} is compiled with mask_mod={mask_mod!r}. "
+            f"Those without a soft cap are, by python -m jax_fa.aot --mask-mod {mask_mod}."
         )
     same = [
         variant.name

@@ -63,6 +63,7 @@ class Case:
     cu_k: Ints | None = None
     segments: tuple[Ints, Ints] | None = None
     q_offset: int | Ints | None = None
+    mask_mod: str | None = None
     magnitude: float = 1.0
     seed: int = 0
 
@@ -87,7 +88,7 @@ class Case:
         sides = self.window if isinstance(self.window, tuple) else (self.window, self.window)
         band = Band(self.is_causal, sides[0], sides[1], self.alignment)
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        return Semantics(scale, band, self.soft_cap)
+        return Semantics(scale, band, self.soft_cap, mask_mod=self.mask_mod)
 
     def options(self, operands: Operands) -> dict[str, Any]:
         """Keywords of the public functions; lengths of packed sequences are not among them."""
@@ -102,6 +103,8 @@ class Case:
             options["scale"] = self.scale
         if self.soft_cap is not None:
             options["logits_soft_cap"] = self.soft_cap
+        if self.mask_mod is not None:
+            options["mask_mod"] = self.mask_mod
         if self.has_sinks:
             options["sinks"] = operands.sinks[0]
         if self.q_offset is not None:

@@ -53,6 +53,7 @@ TOWERS = {
         Layer("kernels.tiles", "cutlass cuda"),
         Layer("kernels.softmax", "cutlass cuda"),
         Layer("kernels.segments", "cutlass cuda"),
+        Layer("kernels.whole", "cutlass cuda"),
         Layer("kernels.forward_work", "cutlass cuda"),
         Layer("kernels.combine", "cutlass cuda"),
         Layer("kernels.backward_rows", "cutlass cuda"),

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BY_NAME, make
+from cases import BY_NAME, Case, make
 from harness import on_device
 from oracle import Results, assert_close, tolerance
 from recording import build, needs_compiler, needs_dsl
+from test_sm100_backward import call
 from test_split_keys import run
 
 import jax_fa
 from jax_fa import aot, bindings, mask_mods, reference, variants
 from jax_fa.choice import Target, choose
-from jax_fa.config import KernelKey, choose_forward
+from jax_fa.config import KernelKey, choose_backward, choose_forward
 from jax_fa.operations import FallbackWarning
 from jax_fa.problem import Problem, Semantics
 
@@ -24,6 +25,7 @@ PROBLEM = Problem.of(
     make(BY_NAME["causal"], "bfloat16").operands, Semantics(0.1, mask_mod="chunked_100")
 )
 MOD_NAME = "fwd_sm100_bf16_d64_general_mod_chunked_100"
+GRADIENT_NAME = "bwd_sm100_bf16_d64_general_mod_chunked_100"
 
 
 def every_other_head(batch, q_head, q_position, kv_position):
@@ -36,7 +38,14 @@ def strided(batch, q_head, q_position, kv_position):
     return (kv_position <= q_position) & ((q_position - kv_position) % 3 == 0)
 
 
-BY_HEAD, STRIDED = (f"{__name__}:{name}" for name in ("every_other_head", "strided"))
+def gapped(batch, q_head, q_position, kv_position):
+    """Chunks, and every fifth query sees nothing."""
+    return (q_position // 100 == kv_position // 100) & (q_position % 5 != 0)
+
+
+BY_HEAD, STRIDED, GAPPED = (
+    f"{__name__}:{name}" for name in ("every_other_head", "strided", "gapped")
+)
 NUMBER = 1
 
 
@@ -178,18 +187,37 @@ def test_a_gpu_serves_the_functions_that_were_compiled():
     with pytest.raises(NotImplementedError) as error:
         choose(other, Target("cuda", built, ("10.0",)), "cuda")
     assert str(error.value) == (
-        "attention: implementation='cuda' does not serve this problem: no kernel for sm100 is "
-        "compiled with mask_mod='chunked_8'. Forwards without a soft cap are, by python -m "
+        "attention: implementation='cuda' does not serve this problem: no fwd kernel for sm100 is "
+        "compiled with mask_mod='chunked_8'. Those without a soft cap are, by python -m "
         "jax_fa.aot --mask-mod chunked_8. Use implementation=None or 'xla'."
     )
+
+
+def test_gradients_are_served_where_the_backward_takes_functions():
+    built = frozenset(variants.BY_NAME) | {GRADIENT_NAME}
     gradient = choose(PROBLEM, Target("cuda", built, ("10.0",)), None, "bwd")
-    assert gradient.is_fallback
-    assert gradient.reason == "backward kernels take no mask_mod such as 'chunked_100'."
+    assert (gradient.implementation, gradient.kernel) == ("cuda", GRADIENT_NAME)
+    capped = replace(PROBLEM, semantics=replace(PROBLEM.semantics, soft_cap=2.0))
+    refused = {
+        "10.0": (
+            capped,
+            "no bwd kernel with a soft cap for sm100 is compiled with mask_mod='chunked_100'. "
+            "Those without a soft cap are, by python -m jax_fa.aot --mask-mod chunked_100.",
+        ),
+        "9.0": (PROBLEM, "bwd kernels for sm90 take no mask_mod such as 'chunked_100'."),
+    }
+    for capability, (problem, reason) in refused.items():
+        choice = choose(problem, Target("cuda", built, (capability,)), None, "bwd")
+        assert choice.is_fallback and choice.reason == reason
 
 
-def test_variants_of_a_function_are_further_forwards_of_the_general_mask():
+def test_variants_of_a_function_are_further_ones_of_the_general_mask():
     made = variants.with_mask_mod(variants.VARIANTS, "pkg.masks:f")
-    general = [v for v in variants.VARIANTS if v.operation == "fwd" and v.name.endswith("_general")]
+    general = [
+        v
+        for v in variants.VARIANTS
+        if v.name.endswith("_general") and not v.name.startswith("bwd_sm90")
+    ]
     assert [v.name for v in made] == [f"{v.name}_mod_pkg_masks_f" for v in general]
     assert all(variants.arch_name(v.name) == v.arch for v in made)
 
@@ -211,8 +239,23 @@ def test_aot_lists_them_and_refuses_what_no_kernel_serves(capsys):
 
 KEYS = {
     "sm90": KernelKey("sm_90a", "float16", 64, 64, "general", mask_mod=STRIDED),
-    "sm100": KernelKey("sm_100f", "bfloat16", 64, 64, "general", mask_mod="chunked_100"),
+    "sm100": KernelKey("sm_100f", "bfloat16", 64, 64, "general", mask_mod=GAPPED),
 }
+EVERYTHING = Case(
+    "everything",
+    batch=2,
+    q_len=200,
+    kv_len=300,
+    heads=2,
+    kv_heads=1,
+    window=(150, None),
+    q_lengths=(200, 130),
+    kv_lengths=(270, 120),
+    q_offset=(20, -40),
+    has_sinks=True,
+    mask_mod=GAPPED,
+)
+"""Of the second sequence, positions from -40 on; some rows' chunks have no key at all."""
 
 
 @pytest.fixture(scope="module", params=KEYS, ids=str)
@@ -234,3 +277,49 @@ def test_a_kernel_evaluates_the_function_on_the_emulator(kernel, name):
     operands = make(case, key.dtype).operands
     got = run(built, operands, semantics, num_splits=1, seed=1)
     assert_close(got, tolerance(operands, semantics), key.dtype)
+
+
+@pytest.fixture(scope="module")
+def backward(tmp_path_factory):
+    """The compiled Blackwell backward."""
+    key = KEYS["sm100"]
+    return build(tmp_path_factory.mktemp("bwd"), "sm100.bwd", key, choose_backward(key))
+
+
+@needs_dsl
+@needs_compiler
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of the DSL, within the DSL
+def test_a_forward_evaluates_the_function_beside_everything_else(kernel):
+    built, key = kernel
+    case = replace(EVERYTHING, mask_mod=key.mask_mod)
+    operands = make(case, key.dtype).operands
+    wanted = tolerance(operands, case.semantics)
+    assert_close(run(built, operands, case.semantics, num_splits=1, seed=2), wanted, key.dtype)
+
+
+@needs_dsl
+@needs_compiler
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of the DSL, within the DSL
+def test_a_backward_evaluates_the_function_beside_everything_else(backward):
+    """Without and with a fixed order; the latter has the same bits under any schedule."""
+    got, wanted, *_ = call(backward, EVERYTHING)
+    assert_close(got, wanted, "bfloat16")
+    runs = [call(backward, EVERYTHING, seed=seed, deterministic=True)[0] for seed in (1, 2)]
+    assert_close(runs[0], wanted, "bfloat16")
+    for name in ("dq", "dk", "dv"):
+        assert getattr(runs[0], name).tobytes() == getattr(runs[1], name).tobytes(), name
+
+
+@needs_dsl
+@needs_compiler
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of the DSL, within the DSL
+def test_a_backward_that_walks_along_the_wrong_side_is_noticed(tmp_path, monkeypatch):
+    """One key and 32 queries, not one query and 32 keys."""
+    from jax_fa.kernels import softmax
+
+    right = softmax.bits_by_function
+    monkeypatch.setattr(softmax, "bits_by_function", lambda *x: right(*x[:2], x[2][::-1]))
+    key = KEYS["sm100"]
+    got, wanted, *_ = call(build(tmp_path, "sm100.bwd", key, choose_backward(key)), EVERYTHING)
+    with pytest.raises(AssertionError, match="dq: error"):
+        assert_close(got, wanted, "bfloat16")

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, q_blocks
 from jax_fa.kernels import backward_rows, segments, tiles
+from jax_fa.kernels.whole import whole_blocks
 
 ROUNDS_PER_BAND = 2
 """Tiles that a CTA gets of a band of heads, about."""
@@ -165,12 +166,8 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
                 # Turns are counted by the band, so a deterministic run visits all of it.
                 first_seen, end_seen = segments.visited(x.smem.segment_rows, config.block_q)
                 start, end = cutlass.max(start, first_seen), cutlass.min(end, end_seen)
-            end = cutlass.max(start, end)
-            full = (full_start, full_end)
-            full_start, full_end = segments.full_blocks(
-                x.smem.segment_rows, config.block_q, full, end
-            )
-            blocks = Blocks(start, full_start, full_end, end)
+            blocks = Blocks(start, full_start, full_end, cutlass.max(start, end))
+    blocks = whole_blocks(variant, blocks, scalars.q_segments, x.smem.segment_rows, config.block_q)
     per_part = ceil_div(scalars.group, scalars.splits)
     first = tile.q_head % scalars.splits * per_part
     num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)

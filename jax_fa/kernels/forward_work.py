@@ -11,10 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from jax_fa import mask_mods
 from jax_fa.band import UNBOUNDED, Band, Blocks, Window, kv_blocks, part_of
 from jax_fa.config import KernelKey
 from jax_fa.kernels import abi, edges, primitives, segments, tiles
+from jax_fa.kernels.whole import whole_blocks
 
 
 class Variant(NamedTuple):
@@ -33,11 +33,6 @@ class Variant(NamedTuple):
     def is_split(self) -> bool:
         """Several CTAs share the keys of a tile, and write parts of its result."""
         return self.key.is_split
-
-    @property
-    def mask_function(self) -> mask_mods.MaskFunction | None:
-        """What hides further keys, beside all else."""
-        return None if self.key.mask_mod is None else mask_mods.resolve(self.key.mask_mod)
 
     @property
     def dtype(self) -> type:
@@ -159,19 +154,17 @@ def band_of(variant: Variant, x: Any, span: tiles.Span) -> tuple[Window, Blocks]
 @cute.jit
 def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
     """What there is to do for ``tile``. Called by whole warps."""
-    block_kv = variant.config.block_kv
+    block_kv, ids = variant.config.block_kv, x.scalars.q_segments
     span = span_of(variant, x, tile)
     window, blocks = band_of(variant, x, span)
     start, full_start, full_end, end = blocks
     if const_expr(variant.is_general):
-        if tiles.is_present(x.scalars.q_segments):
+        if tiles.is_present(ids):
             first_seen, end_seen = segments.visited(x.smem.segment_keys, block_kv)
             start, end = cutlass.max(start, first_seen), cutlass.min(end, end_seen)
-            full = (full_start, full_end)
-            full_start, full_end = segments.full_blocks(x.smem.segment_keys, block_kv, full, end)
-    if const_expr(variant.key.mask_mod is not None):
-        # Nobody knows which blocks the function leaves whole.
-        full_start, full_end = start, start
+    blocks = Blocks(start, full_start, full_end, end)
+    blocks = whole_blocks(variant, blocks, ids, x.smem.segment_keys, block_kv)
+    start, full_start, full_end, end = blocks
     split = Int32(0)
     if const_expr(variant.is_split):
         # The order counts every part of a tile as a head of its own.

@@ -76,15 +76,8 @@ def visited(found: cute.Tensor, size: int) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def full_blocks(
-    found: cute.Tensor, size: cutlass.Constexpr[int], full: tuple[Int32, Int32], end: Int32
-) -> tuple[Int32, Int32]:
-    """Of the blocks from ``full[0]`` to ``full[1]``, those that need no comparison of segments.
-
-    Blocks of ``size`` elements that share one segment with the whole tile; they may be none. They
-    start at ``end``, the end of all blocks, at the latest.
-    """
-    first, last = ceil_div(found[0], size), found[1] // size
+def alike(found: cute.Tensor, size: cutlass.Constexpr[int]) -> tuple[Int32, Int32]:
+    """Blocks of ``size`` elements that share one segment with the whole tile; may be empty."""
+    first, end = ceil_div(found[0], size), found[1] // size
     is_one_run = found[2] == found[1] - found[0]
-    start = cutlass.min(cutlass.max(full[0], first), end)
-    return start, cutlass.max(cutlass.min(full[1], last if is_one_run else first), start)
+    return first, cutlass.max(end if is_one_run else first, first)

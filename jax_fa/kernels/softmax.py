@@ -11,6 +11,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from jax_fa import mask_mods
 from jax_fa.kernels import primitives
 
 LOG2_E = math.log2(math.e)
@@ -209,13 +210,13 @@ def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int3
 
 @cute.jit
 def mask_by_function(
-    acc: cute.Tensor, function: cutlass.Constexpr, rows: list, first_key: Int32
+    acc: cute.Tensor, mask_mod: cutlass.Constexpr[str], rows: list, first_key: Int32
 ) -> None:
-    """Sets the scores of keys that a mask function hides to -inf.
+    """Sets the scores of keys that the mask function of this name hides to -inf.
 
     ``rows`` are the positions of this thread's rows, ``first_key`` that of its first column.
     """
-    scores = primitives.by_row(acc)
+    scores, function = primitives.by_row(acc), mask_mods.resolve(mask_mod)
     for row in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             key = first_key + primitives.column_of(i)
@@ -367,12 +368,19 @@ def same_segment_bits(row_id: Int32, ids: cute.Pointer, last: Int32) -> Int32:
 
 
 @cute.jit
-def bits_by_function(function: cutlass.Constexpr, position: Int32, first_key: Int32) -> Int32:
-    """Bit i tells whether a mask function lets a row at ``position`` see key ``first_key + i``."""
+def bits_by_function(
+    mask_mod: cutlass.Constexpr[str], pair: tuple[Int32, Int32], step: cutlass.Constexpr[tuple]
+) -> Int32:
+    """Bit i tells whether the mask function of this name shows pair i of a row or column.
+
+    ``pair`` is the first (query position, key), ``step`` leads to the next: (0, 1) or (1, 0).
+    """
+    function = mask_mods.resolve(mask_mod)
+    position, key = pair
     bits = Int32(0)
     # Rolled, as in same_segment_bits.
     for i in cutlass.range(WORD, unroll=1):
-        is_visible = function(Int32(0), Int32(0), position, first_key + i)
+        is_visible = function(Int32(0), Int32(0), position + i * step[0], key + i * step[1])
         bits = bits | (Int32(is_visible) << i)
     return bits
 

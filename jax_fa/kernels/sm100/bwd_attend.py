@@ -96,10 +96,7 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: AttendPipes):
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        # Of segments, the full blocks may be none, anywhere.
-        start, full_start, full_end, end = work.blocks
-        full_end = cutlass.max(cutlass.min(full_end, end), start)
-        full_start = cutlass.min(cutlass.max(full_start, start), full_end)
+        _, full_start, full_end, end = work.blocks
         after = (end - full_end) * work.num_heads
         full = (full_end - full_start) * work.num_heads
         if work.is_partial:
@@ -110,10 +107,11 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: AttendPipes):
         for _ in cutlass.range(after, unroll=1):
             s, dp, stats = _step(variant, True, x, key, (work, at), (pipes, s, dp, stats))
             at = following(work, at)
-        for _ in cutlass.range(full, unroll=1):
-            s, dp, stats = _step(variant, False, x, key, (work, at), (pipes, s, dp, stats))
-            at = following(work, at)
-        if const_expr(variant.key.mask != "full"):
+        if const_expr(variant.key.mask_mod is None):
+            for _ in cutlass.range(full, unroll=1):
+                s, dp, stats = _step(variant, False, x, key, (work, at), (pipes, s, dp, stats))
+                at = following(work, at)
+        if const_expr(variant.key.mask != "full" and variant.key.mask_mod is None):
             for _ in cutlass.range(work.num_steps - after - full, unroll=1):
                 s, dp, stats = _step(variant, True, x, key, (work, at), (pipes, s, dp, stats))
                 at = following(work, at)
@@ -283,6 +281,9 @@ def _mask(
             ids = work.tile.batch * x.scalars.keys.kv_len + work.q_start + query
             ids, last = x.scalars.q_segments + ids, window.q_len - 1 - query
             bits = bits & softmax.same_segment_bits(segment, ids, last)
+    if const_expr(variant.key.mask_mod is not None):
+        pair = (first_row + window.shift, number)
+        bits = bits & softmax.bits_by_function(variant.key.mask_mod, pair, (1, 0))
     softmax.mask_by_bits(scores, bits, 0)
 
 

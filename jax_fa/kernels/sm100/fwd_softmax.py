@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from jax_fa.band import Blocks, key_range, kv_blocks
-from jax_fa.kernels import edges, primitives, segments, softmax, tiles
+from jax_fa.kernels import edges, primitives, softmax, tiles
 from jax_fa.kernels.forward_work import (
     Variant,
     Work,
@@ -35,6 +35,7 @@ from jax_fa.kernels.sm100.plan import (
     RESCALE_LOG2,
     ROWS,
 )
+from jax_fa.kernels.whole import whole_blocks
 
 
 @cute.jit
@@ -49,15 +50,8 @@ def blocks_of_rows(
     own = kv_blocks(
         work.window, first.position, rows, BLOCK_KV, minimum=cutlass.min, maximum=cutlass.max
     )
-    full_start = cutlass.min(cutlass.max(own.full_start, start), end)
-    full_end = cutlass.min(cutlass.max(own.full_end, full_start), end)
-    if const_expr(variant.is_general):
-        if tiles.is_present(x.scalars.q_segments):
-            full = (full_start, full_end)
-            full_start, full_end = segments.full_blocks(x.smem.segment_keys, BLOCK_KV, full, end)
-    if const_expr(variant.key.mask_mod is not None):
-        full_start, full_end = start, start
-    return Blocks(start, full_start, full_end, end)
+    blocks, ids = Blocks(start, own.full_start, own.full_end, end), x.scalars.q_segments
+    return whole_blocks(variant, blocks, ids, x.smem.segment_keys, BLOCK_KV)
 
 
 class SoftmaxPipes(NamedTuple):
@@ -242,9 +236,8 @@ def _mask(variant: cutlass.Constexpr, x: Context, sight: Sight, rS: cute.Tensor,
                 last = sight.kv_len - 1 - cutlass.max(at, 0)
                 bits = bits & softmax.same_segment_bits(sight.segment, ids, cutlass.max(last, 0))
         if const_expr(variant.key.mask_mod is not None):
-            bits = bits & softmax.bits_by_function(
-                variant.mask_function, sight.diagonal, first_key + first
-            )
+            pair = (sight.diagonal, first_key + first)
+            bits = bits & softmax.bits_by_function(variant.key.mask_mod, pair, (0, 1))
         softmax.mask_by_bits(rS, bits, first)
 
 

@@ -219,7 +219,7 @@ def mask_block(
             )
     if const_expr(variant.key.mask_mod is not None):
         diagonals = [row + work.window.shift for row in rows]
-        softmax.mask_by_function(scores, variant.mask_function, diagonals, first_key)
+        softmax.mask_by_function(scores, variant.key.mask_mod, diagonals, first_key)
 
 
 def rows_of_thread(variant: Variant, x: Context, c: Consumer, work: Work) -> list[tiles.RowAt]:
