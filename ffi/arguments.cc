@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <sstream>
+#include <type_traits>
 #include <utility>
 
 namespace jax_fa {
@@ -206,6 +207,18 @@ bool ReadInputs(Reader& reader, const Attributes& attributes, Params* params, La
   return reader.ok();
 }
 
+// Calls visit(name, field, is_required) for every attribute.
+template <typename Visit>
+void VisitAttributes(Attributes& attributes, Visit&& visit) {
+  visit("scale", attributes.scale, true);
+  visit("soft_cap", attributes.soft_cap, true);
+  visit("window_left", attributes.window_left, true);
+  visit("window_right", attributes.window_right, true);
+  visit("bottom_right", attributes.bottom_right, true);
+  visit("deterministic", attributes.deterministic, true);
+  visit("mask_mod", attributes.mask_mod, false);
+}
+
 template <size_t n>
 void Append(const char* const (&names)[n], std::vector<std::string>* out) {
   out->insert(out->end(), names, names + n);
@@ -276,8 +289,46 @@ std::vector<std::string> OperandNames(bool backward) {
 }
 
 std::vector<std::string> AttributeNames() {
-  return {"scale",        "soft_cap",      "window_left", "window_right",
-          "bottom_right", "deterministic", "mask_mod"};
+  std::vector<std::string> names;
+  Attributes attributes{};
+  VisitAttributes(attributes, [&](const char* name, auto&, bool) { names.push_back(name); });
+  return names;
 }
 
 }  // namespace jax_fa
+
+namespace xla::ffi {
+
+std::optional<jax_fa::Attributes> AttrDecoding<jax_fa::Attributes>::Decode(
+    XLA_FFI_AttrType type, void* attr, DiagnosticEngine& diagnostic) {
+  const auto given = AttrDecoding<Dictionary>::Decode(type, attr, diagnostic);
+  if (!given) return std::nullopt;
+  jax_fa::Attributes attributes{};
+  size_t num_known = 0;
+  bool ok = true;
+  jax_fa::VisitAttributes(attributes, [&](const char* name, auto& field, bool is_required) {
+    if (!given->contains(name)) {
+      if (is_required) diagnostic.Emit("jax_fa: no attribute ") << name << ". ";
+      ok = ok && !is_required;
+      return;
+    }
+    ++num_known;
+    const auto value = given->get<std::decay_t<decltype(field)>>(name);
+    if (value.has_error()) {
+      diagnostic.Emit("jax_fa: attribute ") << name << ": " << value.error().message() << ". ";
+      ok = false;
+    } else {
+      field = *value;
+    }
+  });
+  // A newer program asks for what this library cannot know to be without effect.
+  if (given->size() != num_known) {
+    diagnostic.Emit("jax_fa: the program was made by a newer release, whose attributes are");
+    for (const std::string_view name : *given) diagnostic.Emit(" ") << name;
+    ok = false;
+  }
+  if (!ok) return std::nullopt;
+  return attributes;
+}
+
+}  // namespace xla::ffi

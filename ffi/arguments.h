@@ -11,6 +11,7 @@
 #define JAX_FA_ARGUMENTS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,7 +21,8 @@
 
 namespace jax_fa {
 
-// The attributes of both operations. Fields are only ever added: exported programs hold them.
+// The attributes of both operations. Fields are only ever added, and a program that was exported
+// before one was keeps its meaning: absent attributes are zero or empty.
 struct Attributes {
   float scale;
   float soft_cap;        // 0: none
@@ -45,12 +47,11 @@ std::vector<std::string> AttributeNames();
 
 }  // namespace jax_fa
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fa::Attributes, ::xla::ffi::StructMember<float>("scale"),
-                                      ::xla::ffi::StructMember<float>("soft_cap"),
-                                      ::xla::ffi::StructMember<int32_t>("window_left"),
-                                      ::xla::ffi::StructMember<int32_t>("window_right"),
-                                      ::xla::ffi::StructMember<bool>("bottom_right"),
-                                      ::xla::ffi::StructMember<bool>("deterministic"),
-                                      ::xla::ffi::StructMember<std::string_view>("mask_mod"));
+template <>
+struct xla::ffi::AttrDecoding<jax_fa::Attributes> {
+  using Type = jax_fa::Attributes;
+  static std::optional<Type> Decode(XLA_FFI_AttrType type, void* attr,
+                                    DiagnosticEngine& diagnostic);
+};
 
 #endif  // JAX_FA_ARGUMENTS_H_

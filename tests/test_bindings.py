@@ -49,14 +49,15 @@ def inputs():
     return dict(zip(Operands._fields, bindings._inputs(Operands(x, x, x)), strict=True))
 
 
-def call_forward(changed, results=None):
+def call_forward(changed, results=None, attributes=None):
     arrays = {**inputs(), **changed}
     results = results or (
         jax.ShapeDtypeStruct((1, 4, 2, 8), np.float32),
         jax.ShapeDtypeStruct((1, 4, 2), np.float32),
     )
     target = jax.ffi.ffi_call(bindings.FORWARD_TARGET, results)
-    return jax.block_until_ready(target(*arrays.values(), **bindings._attributes(Semantics(1.0))))
+    attributes = attributes or bindings._attributes(Semantics(1.0))
+    return jax.block_until_ready(target(*arrays.values(), **attributes))
 
 
 INT = jnp.int32
@@ -100,6 +101,33 @@ def test_compiled_side_refuses_results_that_do_not_fit():
         Exception, match=r"jax_fa forward: lse should be F32\[1, 4, 2\], but is BF16"
     ):
         call_forward({}, results)
+
+
+def test_a_program_from_before_an_attribute_was_added_runs():
+    attributes = bindings._attributes(Semantics(1.0))
+    del attributes["mask_mod"]
+    for older, present in zip(
+        call_forward({}, attributes=attributes), call_forward({}), strict=True
+    ):
+        np.testing.assert_array_equal(older, present)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"scale": None}, "jax_fa: no attribute scale"),
+        ({"scale": np.int32(2)}, "jax_fa: attribute scale: Wrong scalar data type"),
+        (
+            {"dropout": np.float32(0.5)},
+            "jax_fa: the program was made by a newer release, whose attributes are .*dropout",
+        ),
+    ],
+)
+def test_compiled_side_refuses_attributes_that_it_cannot_honor(changed, words):
+    attributes = {**bindings._attributes(Semantics(1.0)), **changed}
+    given = {name: x for name, x in attributes.items() if x is not None}
+    with pytest.raises(Exception, match=words):
+        call_forward({}, attributes=given)
 
 
 def test_only_bindings_uses_the_ffi():
