@@ -1,7 +1,5 @@
 // The extension module: what Python may ask of the compiled part, and nothing else.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -9,7 +7,7 @@
 #include "arguments.h"
 #include "attention_cpu.h"
 #include "band.h"
-#include "emulator_dot.h"
+#include "emulator_bindings.h"
 #include "handlers_cpu.h"
 #include "handlers_cuda.h"
 #include "record.h"
@@ -63,23 +61,6 @@ std::pair<int64_t, int64_t> RowsOf(const std::vector<int64_t>& window, int64_t k
   return {rows.lo, rows.hi};
 }
 
-// The arithmetic of jax_fa.emulator; shapes and strides are the caller's business.
-using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-using Result = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-// a [K, M], b [K, N], addend [M, N] -> sum [M, N]. least_exponents: of the types of a and b.
-void MultiplyAdd(const Matrix& a, const Matrix& b, const std::optional<Matrix>& addend,
-                 std::pair<int, int> least_exponents, std::pair<int, int> digits_and_cut,
-                 const Result& sum) {
-  const int64_t rows = a.shape(1), columns = b.shape(1);
-  const jax_fa::DotFactors a_factors{a.data(), a.stride(0), rows, least_exponents.first};
-  const jax_fa::DotFactors b_factors{b.data(), b.stride(0), columns, least_exponents.second};
-  jax_fa::DotAddend own{nullptr, 0};
-  if (addend.has_value()) own = {addend->data(), addend->stride(0)};
-  const jax_fa::DotRule rule{digits_and_cut.first, digits_and_cut.second};
-  jax_fa::MultiplyAdd(a_factors, b_factors, a.shape(0), own, rule, sum.data());
-}
-
 }  // namespace
 
 NB_MODULE(_jax_fa, m) {
@@ -93,6 +74,5 @@ NB_MODULE(_jax_fa, m) {
   m.def("cpu_isa", [] { return std::string(jax_fa::CpuIsa()); });
   m.def("keys_of", &KeysOf, nb::arg("window"), nb::arg("row"));
   m.def("rows_of", &RowsOf, nb::arg("window"), nb::arg("key"));
-  m.def("multiply_add", &MultiplyAdd, nb::arg("a"), nb::arg("b"), nb::arg("addend").none(),
-        nb::arg("least_exponents"), nb::arg("digits_and_cut"), nb::arg("sum"));
+  jax_fa::BindEmulator(m);
 }

@@ -1,6 +1,6 @@
 """The compiled extension, ffi/module.cc; what its functions return is explained there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,3 +24,24 @@ def multiply_add(
     digits_and_cut: tuple[int, int],
     sum: np.ndarray,
 ) -> None: ...
+def block_operations() -> list[str]: ...
+def set_interpolation(
+    name: str,
+    first: Sequence[int],
+    slope: Sequence[int],
+    curve: Sequence[int],
+    square: Sequence[int],
+) -> None: ...
+def address_of(array: np.ndarray) -> int: ...
+
+class Block:
+    def __init__(
+        self,
+        steps: Sequence[tuple[int, int, int, int, int]],
+        scratch: bytes,
+        inputs: Sequence[tuple[int, int, int, int]],
+        groups: Sequence[tuple[Callable[[], np.ndarray], int, Sequence[int]]],
+        leaves: Sequence[tuple[int, int, int]],
+        outputs: Sequence[tuple[int, int, int]],
+    ) -> None: ...
+    def run(self, slots: list[Any]) -> bool: ...

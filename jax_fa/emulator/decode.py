@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from jax_fa.emulator import flow
+from jax_fa.emulator import blocks, flow
 from jax_fa.emulator.contract import contracted
 from jax_fa.emulator.faults import UnknownInstructionError
 from jax_fa.emulator.memory import PARAM_WINDOW
@@ -72,11 +73,24 @@ class Branch(NamedTuple):
 
 
 class RegisterUse(NamedTuple):
-    """Bit sets of the registers an instruction touches at all, and of its destinations."""
+    """Bit sets of registers.
+
+    Attributes:
+      touched: those that an instruction names at all.
+      written: its destinations.
+      read: those whose value may matter to it.
+      replaced: those whose value is lost to the lanes that execute it.
+      is_multiply: whether it is a multiply of a warpgroup.
+    """
 
     touched: int
     written: int
+    read: int
+    replaced: int
     is_multiply: bool
+
+
+_NO_USE = RegisterUse(0, 0, 0, 0, False)
 
 
 class Segment:
@@ -86,11 +100,19 @@ class Segment:
     nothing (it falls through to `next`). `touched` is the bit set of the registers that its steps
     name; `computed` that of those it writes other than by moves, which compilers add and remove at
     will.
+
+    `full` and `masked` hold a closure per step, for full warps and for others; None where the step
+    is `deferred` until it is met. `fast` is what a full warp executes while no registers are in
+    flight: runs of steps are one there, whose first line is in `fast_lines`.
     """
 
     __slots__ = (
         "full",
         "masked",
+        "fast",
+        "fast_lines",
+        "deferred",
+        "prepare",
         "steps",
         "last",
         "branch",
@@ -106,8 +128,12 @@ class Segment:
     )
 
     def __init__(self) -> None:
-        self.full: list[Step] = []
-        self.masked: list[Step] = []
+        self.full: list[Step | None] = []
+        self.masked: list[Step | None] = []
+        self.fast: list[Step] = []
+        self.fast_lines: list[int] = []
+        self.deferred: dict[int, Pure | Unit] = {}
+        self.prepare: Callable[[int], tuple[Step, Step]] | None = None
         self.steps: list[Instruction] = []
         self.last: Instruction | None = None
         self.branch: Branch | None = None
@@ -116,7 +142,7 @@ class Segment:
         self.guard: tuple[int, bool] | None = None
         self.next = -1
         self.uses: list[RegisterUse] = []
-        self.last_use = RegisterUse(0, 0, False)
+        self.last_use = _NO_USE
         self.touched = 0
         self.computed = 0
         self.join = -1
@@ -127,9 +153,24 @@ class Segment:
         first = self.steps[0] if self.steps else self.last
         return 0 if first is None else first.line
 
-    def add_use(self, instruction: Instruction) -> None:
+    def all_steps(self, is_full: bool) -> list[Step]:
+        """A closure per step."""
+        steps = self.full if is_full else self.masked
+        if self.deferred and None in steps:
+            for position in self.deferred:
+                self.step(position, is_full)
+        return steps
+
+    def step(self, position: int, is_full: bool) -> Step:
+        """The closure of one step."""
+        steps = self.full if is_full else self.masked
+        if steps[position] is None:
+            self.full[position], self.masked[position] = self.prepare(position)
+        return steps[position]
+
+    def add_use(self, instruction: Instruction, *, is_pure: bool) -> None:
         """Adds what the next step does to registers."""
-        use = _register_use(instruction)
+        use = _register_use(instruction, is_pure=is_pure)
         self.uses.append(use)
         self.touched |= use.touched
         if not instruction.opcode.startswith("mov."):
@@ -197,11 +238,20 @@ class Decoder:
             inner = self.source(operand.register, "pred")
             return Source(inner.slot, np.logical_not)
         if isinstance(operand, Special):
-            wide = "u8" if operand.name in ("clock64", "globaltimer") else "u4"
-            return Source(self._slot(operand.name, operand.name), converter(wide, kind))
+            have = self.kind_of(operand, kind)
+            return Source(self._slot(operand.name, operand.name), converter(have, kind))
         if isinstance(operand, Symbol):
             return self._symbol(operand.name, kind)
         raise UnknownInstructionError(f"operand {operand} cannot be read as a value")
+
+    def kind_of(self, operand: Operand, kind: str) -> str:
+        """The kind of the value in the slot of what is read as `kind`."""
+        if isinstance(operand, Register):
+            return self.homes[operand.number]
+        if isinstance(operand, Special):
+            return "u8" if operand.name in ("clock64", "globaltimer") else "u4"
+        is_shared = isinstance(operand, Symbol) and operand.name in self.shared
+        return "u4" if is_shared and operand.name not in self.params else kind
 
     def read(self, operand: Operand, kind: str) -> Reader:
         """A function from the warp's slots to the operand's value as `kind`."""
@@ -261,7 +311,8 @@ class Decoder:
         starts = self._segment_starts()
         index_of = {start: index for index, start in enumerate(starts)}
         index_of[len(instructions)] = len(starts)
-        joins = flow.join_blocks(flow.successors(instructions, starts))
+        following = flow.successors(instructions, starts)
+        joins = flow.join_blocks(following)
         segments = []
         for index, start in enumerate(starts):
             end = starts[index + 1] if index + 1 < len(starts) else len(instructions)
@@ -271,6 +322,7 @@ class Decoder:
             for position in range(start, end):
                 self._add(segment, position, index_of)
             segments.append(segment)
+        blocks.join_runs(self, segments, following)
         return Program(
             self.kernel,
             segments,
@@ -313,25 +365,35 @@ class Decoder:
                     segment.join,
                     segment.guard,
                 )
-        elif isinstance(unit, Pure):
-            full, masked = self._pure(instruction, unit)
+        elif isinstance(unit, Unit) and unit.blocks:
+            segment.last = instruction
+            segment.run = unit.build(self, instruction, Modifiers(instruction, unit.prefix))
+            segment.last_use = _register_use(instruction)
+            if not segment.last_use.is_multiply:
+                segment.computed |= segment.last_use.written
+        else:
+            is_deferred = blocks.serves(self, instruction, unit)
+            if is_deferred:
+                segment.deferred[len(segment.steps)] = unit
+                segment.prepare = partial(self._prepare, segment)
+            full, masked = (None, None) if is_deferred else self._closures(instruction, unit)
             segment.steps.append(instruction)
-            segment.add_use(instruction)
+            segment.add_use(instruction, is_pure=is_deferred or isinstance(unit, Pure))
             segment.full.append(full)
             segment.masked.append(masked)
-        else:
-            run = unit.build(self, instruction, Modifiers(instruction, unit.prefix))
-            if unit.blocks:
-                segment.last, segment.run = instruction, run
-                segment.last_use = _register_use(instruction)
-                if not segment.last_use.is_multiply:
-                    segment.computed |= segment.last_use.written
-            else:
-                step = _effect_step(run, segment.guard)
-                segment.steps.append(instruction)
-                segment.add_use(instruction)
-                segment.full.append(step)
-                segment.masked.append(step)
+
+    def _prepare(self, segment: Segment, position: int) -> tuple[Step, Step]:
+        """The closures of a deferred step."""
+        return self._closures(segment.steps[position], segment.deferred[position])
+
+    def _closures(self, instruction: Instruction, unit: Pure | Unit) -> tuple[Step, Step]:
+        """What full warps and what others execute."""
+        if isinstance(unit, Pure):
+            return self._pure(instruction, unit)
+        run = unit.build(self, instruction, Modifiers(instruction, unit.prefix))
+        guard = instruction.guard
+        step = _effect_step(run, None if guard is None else (guard.register.number, guard.negated))
+        return step, step
 
     def _pure(self, instruction: Instruction, unit: Pure) -> tuple[Step, Step]:
         target, *operands = instruction.operands
@@ -452,14 +514,23 @@ def _effect_step(run: Run, guard: tuple[int, bool] | None) -> Step:
     return guarded
 
 
-def _register_use(instruction: Instruction) -> RegisterUse:
+def _register_use(instruction: Instruction, *, is_pure: bool = False) -> RegisterUse:
     guard = 0 if instruction.guard is None else 1 << instruction.guard.register.number
     target, *rest = instruction.operands or (None,)
     named = _named_registers(target)
     written = 0 if isinstance(target, Address) else named
+    sources = guard
     for operand in rest:
-        named |= _named_registers(operand)
-    return RegisterUse(guard | named, written, instruction.opcode.startswith("wgmma.mma_async"))
+        sources |= _named_registers(operand)
+    # Effects may read their destinations, or leave some lanes of them as they are.
+    is_replaced = is_pure and not guard
+    return RegisterUse(
+        sources | named,
+        written,
+        sources if is_replaced else sources | named,
+        written if is_replaced else 0,
+        instruction.opcode.startswith("wgmma.mma_async"),
+    )
 
 
 def _named_registers(operand: object) -> int:

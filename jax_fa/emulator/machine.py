@@ -392,18 +392,22 @@ class Machine:
 
     def _run_steps(self, warp: Warp, segment: Segment) -> None:
         """Runs the straight part of a segment."""
-        steps = iter(segment.full if warp.mask is FULL else segment.masked)
+        is_full = warp.mask is FULL
+        is_busy = segment.touched & warp.busy
+        steps = segment.fast if is_full and not is_busy else segment.all_steps(is_full)
+        left = iter(steps)
         try:
-            if segment.touched & warp.busy:
-                for step, instruction, use in zip(steps, segment.steps, segment.uses, strict=True):
+            if is_busy:
+                for step, instruction, use in zip(left, segment.steps, segment.uses, strict=True):
                     warp.check_registers(instruction, use)
                     step(warp)
             else:
-                for step in steps:
+                for step in left:
                     step(warp)
         except Exception as error:
-            done = len(segment.steps) - steps.__length_hint__() - 1
-            _blame(error, warp, segment.steps[done].line)
+            done = len(steps) - left.__length_hint__() - 1
+            is_fast = steps is segment.fast
+            _blame(error, warp, segment.fast_lines[done] if is_fast else segment.steps[done].line)
             raise
 
     def _finish(self, fragment: Fragment, segment: Segment) -> bool:

@@ -166,6 +166,10 @@ _RCP = _Table(
 )
 
 
+TABLES = {"ex2": _EX2, "lg2": _LG2, "rcp": _RCP}
+"""By the names of the instructions."""
+
+
 @cache
 def _exp2_corrections() -> np.ndarray:
     """What turns a number of 23 fraction bits into the bits of its exponential, by fraction.
