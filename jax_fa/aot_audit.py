@@ -207,7 +207,7 @@ def cycles_of(variant: Variant, gpu: roofline.Gpu) -> roofline.Cycles:
     if isinstance(chosen, config.HopperBackward):
         # dQ goes from registers to global memory.
         staged = ("ds",) if chosen.splits_keys else ("p", "ds")
-    return roofline.backward(gpu, heads, staged)
+    return roofline.backward(gpu, heads, staged, sweeps=getattr(chosen, "sweeps", 1))
 
 
 def expectation(variant: Variant) -> _Expectation:
@@ -223,7 +223,8 @@ def planned_polynomials(chosen: Any) -> float:
 
 def smallest_product_cycles(variant: Variant, gpu: roofline.Gpu) -> float:
     """Cycles of the tensor core for its smallest instruction, 16 deep, of a variant (model)."""
-    columns = min(variant.key.head_dim, variant.key.value_dim, roofline.TILE)
+    tile = min(choose_config(variant).block_q, roofline.TILE)
+    columns = min(variant.key.head_dim, variant.key.value_dim, tile)
     return 2 * gpu.mma_rows * columns * MMA_DEPTH / gpu.mma_flops
 
 
@@ -240,9 +241,10 @@ def model(variant: Variant, gpu: roofline.Gpu, lengths: Lengths) -> Model:
         Semantics(1.0, Band(is_causal=key.mask == "causal")),
     )
     block = chosen.block_q if variant.operation == "fwd" else chosen.block_kv
-    sharing = block / roofline.TILE * getattr(chosen, "ctas", 1)
+    sweeps = getattr(chosen, "sweeps", 1)
+    sharing = block / roofline.TILE * getattr(chosen, "ctas", 1) / sweeps
     cycles = cycles_of(variant, gpu)
-    asked = roofline.work(problem, variant.operation, block)
+    asked = roofline.work(problem, variant.operation, block, sweeps)
     return Model(
         gpu=gpu.name,
         cycles=cycles._asdict(),

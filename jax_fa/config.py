@@ -15,9 +15,6 @@ BLACKWELL = ("sm_100f", "sm_103f", "sm_110f")
 """Targets: B200 and GB200; B300 and GB300; Thor."""
 BLACKWELL_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 """(D, Dv) that are compiled for Blackwell."""
-BLACKWELL_BACKWARD_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128))
-"""(D, Dv) of its backward. With 256/256, dV and dK of 128 keys are all of tensor memory: it wants
-tiles of 64 keys, or two CTAs that share columns."""
 _WRITTEN = f"kernels are written for sm_90a, {', '.join(BLACKWELL)}"
 
 # Cycles per 128 x 128 block and SM at 16 exponentials, 8192 flops and 128 lane instructions a
@@ -187,6 +184,7 @@ class BlackwellBackward:
         attend_registers: per thread of the role attend, multiple of 8.
         other_registers: per thread of all others, multiple of 8.
         block_q: query rows by step.
+        sweeps: passes over the queries: 1, or 2 where dV and dK take turns in tensor memory.
     """
 
     q_stages: int
@@ -197,6 +195,7 @@ class BlackwellBackward:
     other_registers: int = 56
     block_q: int = 128
     block_kv: int = 128
+    sweeps: int = 1
 
     @property
     def half_q(self) -> int:
@@ -300,12 +299,15 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
 
 def blackwell_backward(key: KernelKey) -> BlackwellBackward:
     """``choose_backward`` for Blackwell; rows follow from a model, since no GPU was at hand."""
-    if (key.head_dim, key.value_dim) not in BLACKWELL_BACKWARD_HEADS:
-        known = ", ".join(f"{d}/{dv}" for d, dv in BLACKWELL_BACKWARD_HEADS)
+    if (key.head_dim, key.value_dim) not in BLACKWELL_HEADS:
+        known = ", ".join(f"{d}/{dv}" for d, dv in BLACKWELL_HEADS)
         raise NotImplementedError(
             f"no backward kernel for D/Dv {key.head_dim}/{key.value_dim} on {key.arch}; "
             f"there are {known}"
         )
+    if key.value_dim > 128:
+        # dV and dK of 128 keys would be all of tensor memory: Note [Two sweeps] in plan_bwd.py.
+        return BlackwellBackward(2, 2, add_columns=16, block_q=64, sweeps=2)
     # An even number of pieces of dQ, so that a piece knows its stage at compile time.
     add_columns = 48 if key.head_dim == 96 else 32
     # From D = 128 on shared memory is full.

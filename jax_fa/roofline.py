@@ -115,6 +115,8 @@ class Cycles(NamedTuple):
     exp2: float
     issue: float
     smem: float
+    repeated: float = 0.0
+    """Of mma, what is computed a second time."""
 
     @property
     def bound(self) -> str:
@@ -124,7 +126,7 @@ class Cycles(NamedTuple):
     @property
     def efficiency(self) -> float:
         """Share of the tensor core's peak that is left when all units overlap."""
-        return self.mma / max(self)
+        return (self.mma - self.repeated) / max(self)
 
 
 _SLOTS = {True: 3.0, False: 4.5}
@@ -134,6 +136,8 @@ half a conversion."""
 _BACKWARD_SLOTS = {True: 3.5, False: 5.0}
 """The same in a backward: scaling, exponential and conversion of P; difference, product and
 conversion of dS."""
+_SECOND_SWEEP_SLOTS = {True: 1.5, False: 2.0}
+"""More of them where P is made twice: scaling and exponential."""
 _POLYNOMIAL_SLOTS = {True: 5.0, False: 9.0}
 """More of them if the exponential is a polynomial of degree 3 or 4."""
 _SOFT_CAP_SLOTS = 5.0
@@ -194,24 +198,28 @@ def backward_smem_cycles(
     staged: Collection[Staged] = ("ds", "dq"),
     *,
     ctas: int = 1,
+    sweeps: int = 1,
 ) -> dict[str, float]:
     """Cycles of shared memory in the backward for a tile, by what they are for; see ``backward``.
 
-    An operand of a product that is in shared memory is read once for each product.
+    An operand of a product that is in shared memory is read once for each product; those of two
+    sweeps have 64 queries, so keys and values are read twice for a tile.
     """
     d, dv = heads
     reads = TILE / gpu.mma_rows / ctas  # of second operands
     square = _operand_cycles(TILE)  # P or dS
     dq = TILE * d * FLOAT_BYTES / SMEM_BYTES
     cycles = {
-        "S reads k, q": (1 + reads) * _operand_cycles(d),
-        "dP reads v, dO": (1 + reads) * _operand_cycles(dv),
+        "S reads k, q": sweeps * (sweeps + reads) * _operand_cycles(d),
+        "dP reads v, dO": (sweeps + reads) * _operand_cycles(dv),
         "dV reads dO": reads * _operand_cycles(dv),
         "dK reads q": reads * _operand_cycles(d),
-        "dQ reads k": reads * _operand_cycles(d),
+        "dQ reads k": sweeps * reads * _operand_cycles(d),
     }
     if "ds" in staged:
-        cycles |= {"dS is written": square, "dQ reads dS": square}
+        # As second operand of dQ transposed, dS is read for every 128 rows of the result.
+        ds_reads = d / gpu.mma_rows if sweeps == 2 else 1
+        cycles |= {"dS is written": square, "dQ reads dS": ds_reads * square}
     if "p" in staged:
         cycles |= {"P is written": square, "dV reads P": square, "dK reads dS": square}
     if "dq" in staged:
@@ -225,6 +233,7 @@ def backward(
     staged: Collection[Staged] = ("ds", "dq"),
     *,
     ctas: int = 1,
+    sweeps: int = 1,
 ) -> Cycles:
     """Cycles of the backward for a tile: S, dP = dO V^T, dV += P^T dO, dK += dS^T Q, dQ = dS K.
 
@@ -234,13 +243,18 @@ def backward(
         staged: what passes through shared memory: "p" and "ds" as operands, "dq" in float32 on its
             way to global memory. What does not, stays in registers or tensor memory.
         ctas: that hold a share of each second operand and multiply together.
+        sweeps: 2 where S and P are made once for dV and once for the others.
     """
     d, dv = heads
+    repeated = (sweeps - 1) * 2 * SCORES * d / gpu.mma_flops
+    slots = _BACKWARD_SLOTS[gpu.has_pairs] + (sweeps - 1) * _SECOND_SWEEP_SLOTS[gpu.has_pairs]
+    smem = backward_smem_cycles(gpu, heads, staged, ctas=ctas, sweeps=sweeps)
     return Cycles(
-        mma=2 * SCORES * (3 * d + 2 * dv) / gpu.mma_flops,
-        exp2=exp2_cycles(gpu, 0.0),
-        issue=SCORES * _BACKWARD_SLOTS[gpu.has_pairs] / LANES,
-        smem=sum(backward_smem_cycles(gpu, heads, staged, ctas=ctas).values()),
+        mma=2 * SCORES * (3 * d + 2 * dv) / gpu.mma_flops + repeated,
+        exp2=sweeps * exp2_cycles(gpu, 0.0),
+        issue=SCORES * slots / LANES,
+        smem=sum(smem.values()),
+        repeated=repeated,
     )
 
 
@@ -287,11 +301,12 @@ def visible_pairs(problem: Problem) -> int:
     return sum(max(keys.hi - keys.lo, 0) for keys in ranges)
 
 
-def work(problem: Problem, operation: Operation, block: int) -> Work:
+def work(problem: Problem, operation: Operation, block: int, sweeps: int = 1) -> Work:
     """FLOP and bytes of a problem with one length.
 
     A forward CTA keeps ``block`` query rows and has the keys that they see pass by; a backward CTA
-    keeps ``block`` keys, and queries, dO, their statistics and sums of dQ pass by.
+    keeps ``block`` keys, and queries, dO, their statistics and sums of dQ pass by, in two
+    ``sweeps`` all but the last twice.
     """
     batch, d, dv = problem.batch, problem.head_dim, problem.value_dim
     pairs = visible_pairs(problem) * batch * problem.num_q_heads
@@ -307,7 +322,7 @@ def work(problem: Problem, operation: Operation, block: int) -> Work:
         )
     # q, out, dout, dq by row; lse, delta and lse2 written and read; the float32 sums of dQ too.
     row_bytes = (2 * d + 2 * dv) * ELEMENT_BYTES + (5 + 2 * d) * FLOAT_BYTES
-    passing = head_bytes + (2 + d) * FLOAT_BYTES
+    passing = sweeps * (head_bytes + 2 * FLOAT_BYTES) + d * FLOAT_BYTES
     return Work(
         flops=2 * pairs * (3 * d + 2 * dv),
         hbm_bytes=rows * row_bytes + 2 * keys * head_bytes,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jax_fa import mask_mods
 from jax_fa.band import UNBOUNDED
-from jax_fa.config import BLACKWELL, BLACKWELL_BACKWARD_HEADS, BLACKWELL_HEADS, KernelKey
+from jax_fa.config import BLACKWELL, BLACKWELL_HEADS, KernelKey
 from jax_fa.kernels.abi import MASK_CLASSES, MaskClass, kv_splits
 from jax_fa.problem import Problem
 
@@ -60,7 +60,7 @@ class Arch:
 
 
 def _blackwell(name: str, target: str) -> Arch:
-    return Arch(name, target, "sm100", BLACKWELL_HEADS, BLACKWELL_BACKWARD_HEADS)
+    return Arch(name, target, "sm100", BLACKWELL_HEADS, BLACKWELL_HEADS)
 
 
 ARCHS = (

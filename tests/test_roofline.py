@@ -53,6 +53,13 @@ def test_parts_of_shared_memory_cycles_are_those_of_the_table():
     assert sorted(parts.values()) == [256] * 5 + [512] * 4
 
 
+def test_two_sweeps_repeat_a_product_and_read_keys_for_every_64_queries():
+    cycles = backward(B200, (256, 256), sweeps=2)
+    assert (cycles.mma, cycles.repeated, cycles.smem) == (6144, 1024, 9472)
+    assert cycles.bound == "smem"
+    assert cycles.efficiency == pytest.approx(5120 / 9472)
+
+
 def test_backward_of_small_heads():
     cycles = backward(B200, (64, 64))
     assert (cycles.mma, cycles.exp2) == (1280, 1024)

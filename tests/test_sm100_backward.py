@@ -11,7 +11,7 @@ from oracle import Results, assert_close, tolerance
 from recording import build, needs_compiler, needs_dsl, record
 
 from jax_fa import roofline
-from jax_fa.config import BLACKWELL, BLACKWELL_BACKWARD_HEADS, KernelKey, choose_backward
+from jax_fa.config import BLACKWELL, BLACKWELL_HEADS, KernelKey, choose_backward
 from jax_fa.emulator import EmulationError, Memory, Options, emulate
 from jax_fa.kernels import abi
 from jax_fa.kernels.edges import PlanError, TmemRange, arrivals, check, ledger
@@ -21,7 +21,7 @@ from jax_fa.kernels.sm100.plan import FIRST_PAGE_BYTES
 KEYS = [
     KernelKey(target, "bfloat16", d, dv, mask)
     for target in BLACKWELL
-    for d, dv in BLACKWELL_BACKWARD_HEADS
+    for d, dv in BLACKWELL_HEADS
     for mask in abi.MASK_CLASSES
 ]
 WIDEST = KernelKey("sm_100f", "bfloat16", 128, 128, "full")
@@ -42,8 +42,8 @@ def test_every_plan_fits_the_hardware(key):
 
 
 def test_a_head_size_without_a_kernel_is_refused_with_those_that_have_one():
-    with pytest.raises(NotImplementedError, match="256/256.*192/128"):
-        choose_backward(KernelKey("sm_100f", "bfloat16", 256, 256, "full"))
+    with pytest.raises(NotImplementedError, match="256/128.*192/128, 256/256"):
+        choose_backward(KernelKey("sm_100f", "bfloat16", 256, 128, "full"))
 
 
 def test_shared_memory_takes_no_more_cycles_than_the_design_allows():
@@ -52,7 +52,7 @@ def test_shared_memory_takes_no_more_cycles_than_the_design_allows():
 
 
 def test_dq_has_columns_of_its_own_where_they_are_free():
-    overlaid = {64: "", 96: "dp", 128: "dp", 192: "s"}
+    overlaid = {64: "", 96: "dp", 128: "dp", 192: "s", 256: ""}
     for key in KEYS:
         made = plan_for(key)
         dq, dp, s = (made.columns(name) for name in ("dq", "dp", "s"))
@@ -106,7 +106,8 @@ def kernels(tmp_path_factory):
 
     def kernel(head_dim, mask):
         if (head_dim, mask) not in built:
-            key = KernelKey("sm_100f", "bfloat16", head_dim, min(head_dim, 128), mask)
+            value_dim = 128 if head_dim == 192 else head_dim
+            key = KernelKey("sm_100f", "bfloat16", head_dim, value_dim, mask)
             folder = tmp_path_factory.mktemp(f"bwd{head_dim}{mask}")
             built[head_dim, mask] = build(folder, "sm100.bwd", key, choose_backward(key))
         return built[head_dim, mask]
@@ -240,6 +241,22 @@ IN_TURN = Case("in_turn", q_len=300, kv_len=300, heads=1, kv_heads=1, head_dim=1
 def test_gradients_are_right_where_products_take_turns(kernels, completion):
     got, wanted, *_ = call(kernels(192, "full"), IN_TURN, options=Options(completion=completion))
     assert_close(got, wanted, "bfloat16")
+
+
+SWEPT_TWICE = Case("swept_twice", q_len=230, kv_len=200, heads=2, kv_heads=1, head_dim=256)
+"""An even number of query tiles of two heads, by a whole block of keys and part of another."""
+
+
+@needs_dsl
+@needs_compiler
+@compiles
+@pytest.mark.parametrize("completion", ["lazy", "random"])
+@pytest.mark.parametrize("q_len", [230, 150])
+def test_gradients_are_right_where_queries_are_swept_twice(kernels, completion, q_len):
+    case, options = replace(SWEPT_TWICE, q_len=q_len), Options(completion=completion)
+    got, wanted, report, _ = call(kernels(256, "full"), case, num_sms=1, options=options)
+    assert_close(got, wanted, "bfloat16")
+    assert not report.notes and not report.findings
 
 
 @needs_dsl

@@ -6,7 +6,8 @@ query row, and dQ sums of zero. ``finish`` runs after it and rounds the sums to 
 Sums of dQ stay in the order of the accumulators that they come from, and every access is 16 bytes a
 thread, side by side. Where a variant's ``dq_order`` is "fragments" (``dq_shape``), for each query
 block and consumer: four floats of each of 128 threads, then the next four. Where it is "rows", for
-32 rows each: four columns of every row, then the next four columns.
+32 rows each: four columns of every row, then the next four columns. Where it is "columns", for each
+query block and 32 columns: four rows of every column, then the next four rows.
 """
 
 from typing import NamedTuple
@@ -304,6 +305,8 @@ def finish(
     threads = variant.config.block_q
     if const_expr(variant.dq_order == "fragments"):
         threads = edges.WARPGROUP * variant.config.num_consumers
+    elif const_expr(variant.dq_order == "columns"):
+        threads = variant.key.head_dim // 2
     finish_kernel(variant, rows, scratch, scale).launch(
         grid=(num_row_blocks(variant, rows.sequences, batch), num_heads, batch),
         block=(threads, 1, 1),
@@ -317,6 +320,8 @@ def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scal
     at = row_block(variant, rows)
     if const_expr(variant.dq_order == "fragments"):
         round_fragments(variant, rows, scratch, at, scale)
+    elif const_expr(variant.dq_order == "columns"):
+        round_columns(variant, rows, scratch, at, scale)
     else:
         round_rows(variant, rows, scratch, at, scale)
     if tiles.is_present(rows.sinks):
@@ -371,6 +376,29 @@ def round_rows(
             address = address_of(rows.dq[at.row + row, None, at.head, at.batch])
             address = address + i * VECTOR_BYTES // 2
             vector_at(variant.dtype, address, VECTOR_BYTES).store(rounded.load())
+
+
+@cute.jit
+def round_columns(
+    variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, at: RowBlock, scale: Float32
+):
+    """Rounds dq of a query block, two columns per thread, four rows at a time."""
+    fours, column = variant.config.block_q // FLOATS, 2 * cute.arch.thread_idx()[0]
+    place = at.scratch_row * (variant.key.head_dim // FLOATS) + column % edges.WARP
+    place = place + column // edges.WARP * (edges.WARP * fours)
+    for i in cutlass.range_constexpr(fours):
+        values = cute.make_rmem_tensor((2, FLOATS), Float32)
+        values.fill(0.0)
+        if at.num_used > 0:
+            for j in cutlass.range_constexpr(2):
+                four = scratch.dq_sum[None, place + i * edges.WARP + j, at.head].load()
+                for row in cutlass.range_constexpr(FLOATS):
+                    values[j, row] = four[row] * scale
+        for row in cutlass.range_constexpr(FLOATS):
+            if i * FLOATS + row < at.num_written:
+                target = rows.dq[at.row + i * FLOATS + row, None, at.head, at.batch]
+                word = primitives.narrow_pair(values[0, row], values[1, row], variant.dtype)
+                vector_at(Int32, address_of(target) + column * 2, 4)[0] = word
 
 
 @cute.jit

@@ -15,9 +15,12 @@ A column of tensor memory, from left to right (D = 128):
                                        |  dQ(t)          |
 
 The exponentials of a query tile run beside dK and dQ of the tile before. Host entry, memory,
-dispatch of roles; those are in ``bwd_roles.py`` and ``bwd_attend.py``, roles, edges and memory as
-data in ``plan_bwd.py``. Conventions: ``jax_fa/problem.py``.
+dispatch of roles; those are in ``bwd_roles.py`` (for two sweeps, ``bwd_sweeps.py``) and in
+``bwd_attend.py``, roles, edges and memory as data in ``plan_bwd.py``. Conventions:
+``jax_fa/problem.py``.
 """
+
+from types import ModuleType
 
 import cutlass
 import cutlass.cute as cute
@@ -30,6 +33,7 @@ from jax_fa.kernels import edges, host, primitives, segments, tiles
 from jax_fa.kernels.backward_rows import Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, find_segment_rows
 from jax_fa.kernels.sm100 import bwd_roles as roles
+from jax_fa.kernels.sm100 import bwd_sweeps as sweeps
 from jax_fa.kernels.sm100.bwd_attend import AttendPipes, attend
 from jax_fa.kernels.sm100.bwd_work import Context, Smem, Variant, make_layouts
 from jax_fa.kernels.sm100.plan_bwd import backward_plan
@@ -46,6 +50,9 @@ def kernel(
 ):
     """Device entry: shared and tensor memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
+    is_swept_once = variant.config.sweeps == 1
+    # Else values lie where dO was.
+    v_elements = cute.cosize(layouts.v) if const_expr(is_swept_once) else 0
 
     @cute.struct
     class Storage:
@@ -54,7 +61,7 @@ def kernel(
         tmem: cute.struct.MemRange[Int32, 1]
         segment_rows: cute.struct.MemRange[Int32, segments.WORDS]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
-        v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, v_elements], 1024]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.dout)], 1024]
         ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.ds)], 1024]
@@ -64,7 +71,7 @@ def kernel(
     storage = SmemAllocator().allocate(Storage)
     smem = Smem(
         k=primitives.smem_tensor(storage.k, layouts.k),
-        v=primitives.smem_tensor(storage.v, layouts.v),
+        v=primitives.smem_tensor(storage.v if is_swept_once else storage.dout, layouts.v),
         q=primitives.smem_tensor(storage.q, layouts.q),
         dout=primitives.smem_tensor(storage.dout, layouts.dout),
         ds=primitives.smem_tensor(storage.ds, layouts.ds),
@@ -110,25 +117,34 @@ def kernel(
     _dispatch(variant, x, warp, tuple(producers.values()), tuple(consumers.values()))
 
 
+def _roles(variant: Variant) -> ModuleType:
+    """Where the roles load and mma are."""
+    return roles if variant.config.sweeps == 1 else sweeps
+
+
+def _pipes(variant: Variant, role: str, bundle: type, producers: tuple, consumers: tuple):
+    """The ends that a role holds, in its ``bundle``, whose fields are called like edges."""
+    held = {
+        edge.data: producers[i] if edge.producer == role else consumers[i]
+        for i, edge in enumerate(variant.plan.edges)
+    }
+    return bundle(*(held[name] for name in bundle._fields))
+
+
 @cute.jit
 def _dispatch(
     variant: cutlass.Constexpr, x: Context, warp: Int32, producers: tuple, consumers: tuple
 ):
     """Sends every warp to its role, with the registers and the ends of edges that it has."""
-    plan = variant.plan
-    k, v, q, dout, stats, s, p, dp, ds, dq, dv, dk = zip(producers, consumers, strict=True)
+    plan, ends = variant.plan, (producers, consumers)
     # setmaxnreg works on warpgroups: the four single warps share a value.
     if warp < plan.role("mma").warps.start:
         if warp < plan.role("attend").warps.start:
             cute.arch.setmaxregister_increase(plan.role("add").registers)
-            roles.add(variant, x, dq[1])
+            roles.add(variant, x, consumers[plan.edges.index(plan.edge("dq"))])
         else:
             cute.arch.setmaxregister_increase(plan.role("attend").registers)
-            attend(
-                variant,
-                x,
-                AttendPipes(s[1], p[0], dp[1], ds[0], stats[1], dv[1], dk[1]),
-            )
+            attend(variant, x, _pipes(variant, "attend", AttendPipes, *ends))
         # HAZARD: tensor memory is given back when nobody reads it any more.
         done = plan.barrier("done")
         cute.arch.barrier(barrier_id=done.index, number_of_threads=done.threads)
@@ -137,10 +153,11 @@ def _dispatch(
     else:
         cute.arch.setmaxregister_decrease(plan.role("mma").registers)
         if warp == plan.role("mma").warps.start:
-            loaded, scores = (k[1], v[1], q[1], dout[1]), (s[0], p[1], dp[0], ds[1])
-            roles.mma(variant, x, roles.MmaPipes(*loaded, *scores, dq[0], dv[0], dk[0]))
+            _roles(variant).mma(variant, x, _pipes(variant, "mma", _roles(variant).MmaPipes, *ends))
         elif warp == plan.role("load").warps.start:
-            roles.load(variant, x, roles.LoadPipes(k[0], v[0], q[0], dout[0], stats[0]))
+            _roles(variant).load(
+                variant, x, _pipes(variant, "load", _roles(variant).LoadPipes, *ends)
+            )
 
 
 def make_entry(key: KernelKey, config: BlackwellBackward):
@@ -151,7 +168,10 @@ def make_entry(key: KernelKey, config: BlackwellBackward):
 @cute.jit
 def launch(variant: cutlass.Constexpr, call: host.BackwardCall):
     """Describes the arrays to TMA and launches the main kernel."""
-    tma, arrays = host.backward_arrays(variant, call, make_layouts(variant))
+    layouts = make_layouts(variant)
+    if const_expr(variant.config.sweeps == 2):
+        layouts = layouts._replace(v=cute.slice_(layouts.v, (None, None, 0)))
+    tma, arrays = host.backward_arrays(variant, call, layouts)
     order, num_ctas = host.backward_order(variant, call)
     kernel(variant, tma, arrays, call.scratch, call.scalars, order).launch(
         grid=(num_ctas, 1, 1),

@@ -38,6 +38,15 @@ class AttendPipes(NamedTuple):
     dk: PipelineConsumer
 
 
+class Ends(NamedTuple):
+    """Those of ``AttendPipes`` that advance with every query tile."""
+
+    s: PipelineConsumer
+    p: PipelineProducer
+    dp: PipelineConsumer
+    stats: PipelineConsumer
+
+
 class Key(NamedTuple):
     """What one thread knows of its key, or rather of the key and half the queries of each tile.
 
@@ -92,32 +101,56 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: AttendPipes):
     signals p, ds full, dv, dk empty (mma), stats empty (load)
     """
     key = _make_key(variant, x)
-    s, dp, stats, dv, dk = pipes.s, pipes.dp, pipes.stats, pipes.dv, pipes.dk
+    ends = Ends(pipes.s, pipes.p, pipes.dp, pipes.stats)
+    dv, dk = pipes.dv, pipes.dk
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        _, full_start, full_end, end = work.blocks
-        after = (end - full_end) * work.num_heads
-        full = (full_end - full_start) * work.num_heads
-        if work.is_partial:
-            after, full = work.num_steps, Int32(0)
-        at = first_step(work, Int32(0))
-        # Loops of their own: if one loop asked each tile whether to mask it, the compiler would
-        # issue the instructions of the mask under a predicate for all of them.
-        for _ in cutlass.range(after, unroll=1):
-            s, dp, stats = _step(variant, True, x, key, (work, at), (pipes, s, dp, stats))
-            at = following(work, at)
-        if const_expr(variant.key.mask_mod is None):
-            for _ in cutlass.range(full, unroll=1):
-                s, dp, stats = _step(variant, False, x, key, (work, at), (pipes, s, dp, stats))
-                at = following(work, at)
-        if const_expr(variant.key.mask != "full" and variant.key.mask_mod is None):
-            for _ in cutlass.range(work.num_steps - after - full, unroll=1):
-                s, dp, stats = _step(variant, True, x, key, (work, at), (pipes, s, dp, stats))
-                at = following(work, at)
-        dv = _write_gradient(variant, x, key, (work, "dv"), dv)
+        if const_expr(variant.config.sweeps == 1):
+            ends = _sweep(variant, "p ds", x, key, work, (pipes, ends))
+            dv = _write_gradient(variant, x, key, (work, "dv"), dv)
+        else:
+            ends = _sweep(variant, "p", x, key, work, (pipes, ends))
+            dv = _write_gradient(variant, x, key, (work, "dv"), dv)
+            ends = _sweep(variant, "ds", x, key, work, (pipes, ends))
         dk = _write_gradient(variant, x, key, (work, "dk"), dk)
         tile = tile_at(variant, x, tile.slot + 1)
+
+
+@cute.jit
+def _sweep(
+    variant: cutlass.Constexpr,
+    made: cutlass.Constexpr[str],
+    x: Context,
+    key: Key,
+    work: Work,
+    ends: tuple,
+) -> Ends:
+    """Attends to every query tile; ``made`` says what for, "p", "ds" or both: "p ds".
+
+    ``ends`` is (pipes, their ends that advance); returns the latter, advanced.
+    """
+    pipes, held = ends
+    _, full_start, full_end, end = work.blocks
+    after = (end - full_end) * work.num_heads
+    full = (full_end - full_start) * work.num_heads
+    if work.is_partial:
+        after, full = work.num_steps, Int32(0)
+    at = first_step(work, Int32(0))
+    # Loops of their own: if one loop asked each tile whether to mask it, the compiler would issue
+    # the instructions of the mask under a predicate for all of them.
+    for _ in cutlass.range(after, unroll=1):
+        held = _step(variant, (made, True), x, key, (work, at), (pipes, held))
+        at = following(work, at)
+    if const_expr(variant.key.mask_mod is None):
+        for _ in cutlass.range(full, unroll=1):
+            held = _step(variant, (made, False), x, key, (work, at), (pipes, held))
+            at = following(work, at)
+    if const_expr(variant.key.mask != "full" and variant.key.mask_mod is None):
+        for _ in cutlass.range(work.num_steps - after - full, unroll=1):
+            held = _step(variant, (made, True), x, key, (work, at), (pipes, held))
+            at = following(work, at)
+    return held
 
 
 @cute.jit
@@ -131,24 +164,30 @@ def _signal(slot):
 @cute.jit
 def _step(
     variant: cutlass.Constexpr,
-    is_masked: cutlass.Constexpr[bool],
+    kind: cutlass.Constexpr[tuple],
     x: Context,
     key: Key,
     where: tuple,
     ends: tuple,
-) -> tuple:
-    """P and dS of a query tile; returns the advanced ends of s, dp and stats.
+) -> Ends:
+    """P and dS of a query tile, or one of them; returns the advanced ends.
 
-    ``where`` is (work, step), ``ends`` (pipes, s, dp, stats).
+    ``kind`` is (what is made, as for ``_sweep``; whether keys are masked), ``where`` (work, step),
+    ``ends`` (pipes, their ends that advance).
     """
+    made, is_masked = kind
     work, at = where
-    pipes, s, dp, stats = ends
+    pipes, (s, p, dp, stats) = ends
     half_q = variant.config.half_q
     rS = key.s.whole_row()  # (half_q)
     stats_full = stats.wait_and_advance()
     s.wait_and_advance()
     primitives.after_thread_sync()
-    cute.copy(key.s.copy, key.s.tmem, rS)
+    # In the first of two sweeps, S takes its own columns and those of dP in turn.
+    shift = 0
+    if const_expr(made == "p"):
+        shift = at.parity * (variant.plan.columns("dp").start - variant.plan.columns("s").start)
+    cute.copy(key.s.copy, _shifted(key.s.tmem, shift), rS)
     cute.arch.fence_view_async_tmem_load()
     if const_expr(dq_overlays(variant.key) == "s"):
         # HAZARD: P of the second warpgroup goes where S of the first one was.
@@ -161,33 +200,44 @@ def _step(
             softmax.cap(scores, x.scalars.cap_inner_log2)
         if const_expr(is_masked):
             _mask(variant, x, key, scores, work, (at, j * CHUNK))
-        words = _exponentiate(variant, x, key, scores, (lse2, j * CHUNK))
-        cute.copy(key.p.copy, words, key.p.tmem[None, None, j])
-    cute.arch.fence_view_async_tmem_store()
-    primitives.before_thread_sync()
-    _signal(pipes.p)
-
-    delta = x.smem.stats[None, 1, stats_full.index]
-    dp.wait_and_advance()
-    primitives.after_thread_sync()
-    factors = cute.make_tensor(rS.iterator, cute.make_layout((DS_CHUNK, half_q // DS_CHUNK)))
-    for j in cutlass.range_constexpr(half_q // DS_CHUNK):
-        rDp = key.dp.piece()  # (16)
-        cute.copy(key.dp.copy, key.dp.tmem[None, None, j], rDp)
-        cute.arch.fence_view_async_tmem_load()
-        words = _differentiate(variant, key, factors[None, j], rDp, (delta, j * DS_CHUNK))
-        cute.copy(key.ds.copy, words, key.ds.tmem[None, None, j])
-        rounded = cute.recast_tensor(words, variant.dtype)
-        first = key.first_query + j * DS_CHUNK
-        primitives.copy_row(rounded, x.smem.ds[key.row, None], first)
-    # HAZARD: dS in smem was written through the generic proxy, the tensor core reads through the
-    # async one; in tensor memory, stores are not complete until waited for.
-    cute.arch.fence_view_async_shared()
-    cute.arch.fence_view_async_tmem_store()
-    primitives.before_thread_sync()
-    _signal(pipes.ds)
+        words = key.p.piece()  # (16)
+        _exponentiate(variant, x, key, scores, (lse2, j * CHUNK), words if "p" in made else None)
+        if const_expr("p" in made):
+            cute.copy(key.p.copy, words, _shifted(key.p.tmem, shift)[None, None, j])
+    if const_expr("p" in made):
+        cute.arch.fence_view_async_tmem_store()
+        primitives.before_thread_sync()
+        _signal(p)
+        p.advance()
+    if const_expr("ds" in made):
+        delta = x.smem.stats[None, 1, stats_full.index]
+        dp.wait_and_advance()
+        primitives.after_thread_sync()
+        factors = cute.make_tensor(rS.iterator, cute.make_layout((DS_CHUNK, half_q // DS_CHUNK)))
+        for j in cutlass.range_constexpr(half_q // DS_CHUNK):
+            rDp = key.dp.piece()  # (16)
+            cute.copy(key.dp.copy, key.dp.tmem[None, None, j], rDp)
+            cute.arch.fence_view_async_tmem_load()
+            words = _differentiate(variant, key, factors[None, j], rDp, (delta, j * DS_CHUNK))
+            cute.copy(key.ds.copy, words, key.ds.tmem[None, None, j])
+            rounded = cute.recast_tensor(words, variant.dtype)
+            first = key.first_query + j * DS_CHUNK
+            primitives.copy_row(rounded, x.smem.ds[key.row, None], first)
+        # HAZARD: dS in smem was written through the generic proxy, the tensor core reads through
+        # the async one; in tensor memory, stores are not complete until waited for.
+        cute.arch.fence_view_async_shared()
+        cute.arch.fence_view_async_tmem_store()
+        primitives.before_thread_sync()
+        _signal(pipes.ds)
     stats_full.release()
-    return s, dp, stats
+    return Ends(s, p, dp, stats)
+
+
+def _shifted(tensor: cute.Tensor, columns: Int32 | int) -> cute.Tensor:
+    """``tensor``, which is in tensor memory, some columns further on."""
+    if isinstance(columns, int) and columns == 0:
+        return tensor
+    return cute.make_tensor(tensor.iterator + columns, tensor.layout)
 
 
 def _four_stats(key: Key, stats: cute.Tensor, first: int) -> cute.Tensor:
@@ -200,15 +250,19 @@ def _four_stats(key: Key, stats: cute.Tensor, first: int) -> cute.Tensor:
 
 @cute.jit
 def _exponentiate(
-    variant: cutlass.Constexpr, x: Context, key: Key, scores: cute.Tensor, stats: tuple
-) -> cute.Tensor:
-    """P of 32 queries, in words for tensor memory; leaves in ``scores`` what dP is multiplied by.
+    variant: cutlass.Constexpr,
+    x: Context,
+    key: Key,
+    scores: cute.Tensor,
+    stats: tuple,
+    words: cute.Tensor | None,
+):
+    """P of 32 queries, into ``words`` for tensor memory; leaves what dP is multiplied by.
 
-    That is P and, where scores are capped, the slope of the cap. ``stats`` is (lse2 of all queries,
-    first of the 32 queries).
+    That is, in ``scores``, P and, where scores are capped, the slope of the cap. ``stats`` is (lse2
+    of all queries, first of the 32 queries).
     """
     lse2, first = stats
-    words = key.p.piece()  # (16)
     p = cute.make_rmem_tensor((CHUNK,), Float32)
     scale = (-x.scalars.score_log2, -x.scalars.score_log2)
     for i in cutlass.range_constexpr(0, CHUNK, STATS_AT_ONCE):
@@ -219,7 +273,8 @@ def _exponentiate(
             y0, y1 = cute.arch.fma_packed_f32x2(logits, scale, (four[pair], four[pair + 1]))
             p[at] = cute.math.exp2(-y0, fastmath=True)
             p[at + 1] = cute.math.exp2(-y1, fastmath=True)
-    primitives.narrow(p, cute.recast_tensor(words, variant.dtype))
+    if const_expr(words is not None):
+        primitives.narrow(p, cute.recast_tensor(words, variant.dtype))
     for i in cutlass.range_constexpr(CHUNK):
         if const_expr(variant.key.has_soft_cap):
             # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
@@ -227,7 +282,6 @@ def _exponentiate(
             scores[i] = p[i] * slope
         else:
             scores[i] = p[i]
-    return words
 
 
 @cute.jit
@@ -321,9 +375,10 @@ def _write_gradient(
         _put_gradient(variant, x, key, what, (rGradient, half * own + j * GRADIENT_COLUMNS))
     if work.num_steps > 0:
         primitives.before_thread_sync()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            end.release()
+        if const_expr(variant.config.sweeps == 1):
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                end.release()
         end.advance()
     return end
 

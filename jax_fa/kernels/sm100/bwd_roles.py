@@ -54,15 +54,15 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
         if work.num_steps > 0:
             at = first_step(work, Int32(0))
             slot = k.acquire_and_advance()
-            phase = _load_keys(variant, (x, x.tma.k, x.arrays.k, x.smem.k), work, slot, phase)
-            q, stats, phase = _load_queries(variant, x, work, at, (q, stats, phase))
+            phase = load_keys(variant, (x, x.tma.k, x.arrays.k, x.smem.k), work, slot, phase)
+            q, stats, phase = load_queries(variant, x, work, at, (q, stats, phase))
             slot = v.acquire_and_advance()
-            phase = _load_keys(variant, (x, x.tma.v, x.arrays.v, x.smem.v), work, slot, phase)
-            dout, phase = _load_douts(variant, x, work, at, (dout, phase))
+            phase = load_keys(variant, (x, x.tma.v, x.arrays.v, x.smem.v), work, slot, phase)
+            dout, phase = load_douts(variant, x, work, at, (dout, phase))
             for _ in cutlass.range(work.num_steps - 1, unroll=1):
                 at = following(work, at)
-                q, stats, phase = _load_queries(variant, x, work, at, (q, stats, phase))
-                dout, phase = _load_douts(variant, x, work, at, (dout, phase))
+                q, stats, phase = load_queries(variant, x, work, at, (q, stats, phase))
+                dout, phase = load_douts(variant, x, work, at, (dout, phase))
         tile = tile_at(variant, x, tile.slot + 1)
     # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
     k.tail()
@@ -72,7 +72,7 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
 
 
 @cute.jit
-def _load_keys(variant: cutlass.Constexpr, copied: tuple, work: Work, slot, phase: Int32) -> Int32:
+def load_keys(variant: cutlass.Constexpr, copied: tuple, work: Work, slot, phase: Int32) -> Int32:
     """The tile's keys, or values; ``copied`` is (x, TMA, array, smem). Returns scrub's phase."""
     x, tma, array, smem = copied
     rows = array[None, None, work.tile.kv_head, work.tile.batch]
@@ -83,14 +83,14 @@ def _load_keys(variant: cutlass.Constexpr, copied: tuple, work: Work, slot, phas
 
 
 @cute.jit
-def _load_queries(
+def load_queries(
     variant: cutlass.Constexpr, x: Context, work: Work, at: Step, ends: tuple
 ) -> tuple:
     """Queries, and the statistics of their rows; ``ends`` are (q, stats, scrub's phase)."""
     q, stats, phase = ends
     slot = q.acquire_and_advance()
     smem = x.smem.q[None, None, slot.index]
-    phase = _load_query_rows(variant, (x, x.tma.q, x.arrays.q, smem), (work, at), slot, phase)
+    phase = load_query_rows(variant, (x, x.tma.q, x.arrays.q, smem), (work, at), slot, phase)
     slot = stats.acquire_and_advance()
     row = work.scratch_row + at.q_block * variant.config.block_q
     for i, array in enumerate((x.scratch.lse2, x.scratch.delta)):
@@ -100,18 +100,18 @@ def _load_queries(
 
 
 @cute.jit
-def _load_douts(variant: cutlass.Constexpr, x: Context, work: Work, at: Step, ends: tuple) -> tuple:
+def load_douts(variant: cutlass.Constexpr, x: Context, work: Work, at: Step, ends: tuple) -> tuple:
     """Rows of dO; ``ends`` are (dout, scrub's phase)."""
     dout, phase = ends
     slot = dout.acquire_and_advance()
     smem = x.smem.dout[None, None, slot.index]
     copied = (x, x.tma.dout, x.arrays.dout, smem)
-    phase = _load_query_rows(variant, copied, (work, at), slot, phase)
+    phase = load_query_rows(variant, copied, (work, at), slot, phase)
     return dout, phase
 
 
 @cute.jit
-def _load_query_rows(
+def load_query_rows(
     variant: cutlass.Constexpr, copied: tuple, where: tuple, slot, phase: Int32
 ) -> Int32:
     """A query tile of one head; ``copied`` is (x, TMA, array, smem), ``where`` (work, step)."""
@@ -227,7 +227,7 @@ def _sweep(
     """
     v, q, dout, p, ds, dq = ends
     q_full = q.wait_and_advance()
-    _multiply(products.s, q_full, False)
+    multiply(products.s, q_full, False)
     pipes.s.commit()
     v_full = v.wait_and_advance()
     pipes.dv.acquire()
@@ -236,7 +236,7 @@ def _sweep(
     dout, p, dq = _multiply_dout(variant, products, pipes.dp, False, (dout, p, dq))
     for i in cutlass.range(num_steps - 1, unroll=1):
         q_next = q.wait_and_advance()
-        _multiply(products.s, q_next, False)
+        multiply(products.s, q_next, False)
         pipes.s.commit()
         ds, dq = _multiply_ds(variant, products, i > 0, q_full, (ds, dq))
         dout, p, dq = _multiply_dout(variant, products, pipes.dp, True, (dout, p, dq))
@@ -260,14 +260,14 @@ def _sweep_in_turn(
         q_full = q.wait_and_advance()
         dq.acquire()
         primitives.after_thread_sync()
-        _multiply(products.s, q_full, False)
+        multiply(products.s, q_full, False)
         pipes.s.commit()
         dout_full = dout.wait_and_advance()
         p.wait_and_advance()
         primitives.after_thread_sync()
-        _multiply(products.dp, dout_full, False)
+        multiply(products.dp, dout_full, False)
         pipes.dp.commit()
-        _multiply(products.dv, dout_full, i > 0)
+        multiply(products.dv, dout_full, i > 0)
         dout_full.release()
         ds, dq = _multiply_ds(variant, products, i > 0, q_full, (ds, dq))
     v_full.release()
@@ -276,7 +276,7 @@ def _sweep_in_turn(
 
 
 @cute.jit
-def _multiply(product: Product, b_full, accumulate: Boolean | bool):
+def multiply(product: Product, b_full, accumulate: Boolean | bool):
     """Issues a product; ``b_full`` says which stage its B is in."""
     b = product.b[None, None, None, b_full.index]
     slabs = range(cute.size(product.a, mode=[2]))
@@ -297,11 +297,11 @@ def _multiply_dout(
     if const_expr(dq_overlays(variant.key) == "dp"):
         dq.acquire()
         primitives.after_thread_sync()
-    _multiply(products.dp, dout_full, False)
+    multiply(products.dp, dout_full, False)
     dp.commit()
     p.wait_and_advance()
     primitives.after_thread_sync()
-    _multiply(products.dv, dout_full, accumulate)
+    multiply(products.dv, dout_full, accumulate)
     dout_full.release()
     return dout, p, dq
 
@@ -318,7 +318,7 @@ def _multiply_ds(
     ds, dq = ends
     ds.wait_and_advance()
     primitives.after_thread_sync()
-    _multiply(products.dk, q_full, accumulate)
+    multiply(products.dk, q_full, accumulate)
     q_full.release()
     if const_expr(dq_overlays(variant.key) == ""):
         dq.acquire()
@@ -366,23 +366,24 @@ def _add_tile(
     config, head_dim = variant.config, variant.key.head_dim
     thread, lane = cute.arch.thread_idx()[0] % edges.WARPGROUP, cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(thread // edges.WARP)
-    at_once = head_dim if const_expr(head_dim <= MOST_DQ_COLUMNS) else config.add_columns
+    columns = variant.plan.columns("dq")
+    at_once = columns.cols if const_expr(columns.cols <= MOST_DQ_COLUMNS) else config.add_columns
+    # Of dQ transposed, all rows that there are; the columns beyond those are another 128 rows.
+    width = head_dim if const_expr(variant.dq_order == "rows") else config.block_q
     full = dq.wait_and_advance()
     primitives.after_thread_sync()
     fours = config.add_columns // backward_rows.FLOATS
     row = work.scratch_row + at.q_block * config.block_q
     sums = slot_of(variant, x.scratch, row, at.head)
-    own = warp * (edges.WARP * head_dim // backward_rows.FLOATS)
-    for j in cutlass.range_constexpr(head_dim // config.add_columns):
+    for j in cutlass.range_constexpr(columns.cols // config.add_columns):
         first = j * config.add_columns
         if const_expr(first % at_once == 0):
-            start = variant.plan.columns("dq").start + first
-            tDq = primitives.tmem_rows(x.tmem, start, at_once)
+            tDq = primitives.tmem_rows(x.tmem, columns.start + first, at_once)
             loads = primitives.tmem_load(tDq, LOAD_COLUMNS, thread)
             rDq = loads.whole_row()  # (at_once)
             cute.copy(loads.copy, loads.tmem, rDq)
             cute.arch.fence_view_async_tmem_load()
-        if const_expr(first + at_once == head_dim):
+        if const_expr(first + at_once == columns.cols):
             primitives.before_thread_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -403,7 +404,9 @@ def _add_tile(
         # one.
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        target = sums[None, own + j * (edges.WARP * fours)].iterator
+        rows = first // width * ADD_WARPS + warp
+        place = (rows * width + first % width) * (edges.WARP // backward_rows.FLOATS)
+        target = sums[None, place].iterator
         size_bytes = edges.WARP * config.add_columns * 4
         primitives.bulk_add(sPiece.iterator, target, size_bytes)
         cute.arch.cp_async_bulk_commit_group()

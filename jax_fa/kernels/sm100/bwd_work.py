@@ -28,7 +28,7 @@ class Variant(NamedTuple):
     @property
     def dq_order(self) -> str:
         """Order of the sums of dQ (``backward_rows``)."""
-        return "rows"
+        return "rows" if self.config.sweeps == 1 else "columns"
 
     @property
     def dtype(self) -> type:
@@ -40,11 +40,11 @@ class Layouts(NamedTuple):
     """Shared memory layouts."""
 
     k: cute.ComposedLayout  # (128, D)
-    v: cute.ComposedLayout  # (128, Dv)
+    v: cute.ComposedLayout  # (128, Dv); of two sweeps, of either half: (128, Dv / 2, 2)
     q: cute.ComposedLayout  # (block_q, D, q_stages)
     dout: cute.ComposedLayout  # (block_q, Dv, dout_stages)
     ds: cute.ComposedLayout  # (128 keys, block_q)
-    dq: cute.Layout  # (4, lane, columns / 4, stage, warp), as in ``Scratch.dq_sum``
+    dq: cute.Layout  # (4, lane, add_columns / 4, stage, warp), as in ``Scratch.dq_sum``
     stats: cute.Layout  # (block_q, {lse2, delta}, q_stages)
 
 
@@ -52,9 +52,10 @@ def make_layouts(variant: Variant) -> Layouts:
     """The layouts of a variant's shared memory."""
     key, config, dtype = variant.key, variant.config, variant.dtype
     fours = config.add_columns // FLOATS
+    v = (ROWS, key.value_dim) if config.sweeps == 1 else (ROWS, key.value_dim // 2, 2)
     return Layouts(
         k=primitives.smem_layout(dtype, (ROWS, key.head_dim)),
-        v=primitives.smem_layout(dtype, (ROWS, key.value_dim)),
+        v=primitives.smem_layout(dtype, v),
         q=primitives.smem_layout(dtype, (config.block_q, key.head_dim, config.q_stages)),
         dout=primitives.smem_layout(dtype, (config.block_q, key.value_dim, config.dout_stages)),
         ds=primitives.smem_layout(dtype, (ROWS, config.block_q)),
@@ -105,20 +106,26 @@ class Products(NamedTuple):
     dp: Product  # (keys, queries) = v dO^T
     dv: Product  # (keys, Dv) += P^T dO, A in tensor memory
     dk: Product  # (keys, D) += dS^T q, A in tensor memory
-    dq: Product  # (queries, D) = dS k
+    dq: Product  # (queries, D) = dS k; of two sweeps (D, queries) = k^T dS
 
 
 def make_products(variant: Variant, x: Context) -> Products:
-    """The products of a variant, with their memory."""
+    """The products of a variant, with their memory.
+
+    Of two sweeps, ``a`` of dP has a mode of the halves of the values, and ``b`` is in the ring of
+    queries.
+    """
     key, dtype, smem, block_q = variant.key, variant.dtype, x.smem, variant.config.block_q
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+    is_swept_once = variant.config.sweeps == 1
     scores = primitives.make_umma(dtype, block_q, k_major)
     dv = primitives.make_umma(dtype, key.value_dim, mn_major, a_in_tmem=True)
     dk = primitives.make_umma(dtype, key.head_dim, mn_major, a_in_tmem=True)
-    dq = primitives.make_umma(dtype, key.head_dim, mn_major, a_major=mn_major)
+    dq_columns = key.head_dim if is_swept_once else block_q
+    dq = primitives.make_umma(dtype, dq_columns, mn_major, a_major=mn_major)
 
-    def accumulator(mma: cute.TiledMma, name: str, columns: int) -> cute.Tensor:
-        layout = mma.make_fragment_C(mma.partition_shape_C((ROWS, columns))).layout
+    def accumulator(mma: cute.TiledMma, name: str, columns: int, rows: int = ROWS) -> cute.Tensor:
+        layout = mma.make_fragment_C(mma.partition_shape_C((rows, columns))).layout
         return cute.make_tensor(x.tmem + variant.plan.columns(name).start, layout)
 
     def a_in_smem(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
@@ -129,6 +136,11 @@ def make_products(variant: Variant, x: Context) -> Products:
 
     q_rows, dout_rows = primitives.transposed(smem.q), primitives.transposed(smem.dout)
     ds_rows, k_rows = primitives.transposed(smem.ds), primitives.transposed(smem.k)
+    dq_operands = a_in_smem(dq, ds_rows), b_in_smem(dq, k_rows)
+    dq_rows = ROWS
+    if not is_swept_once:
+        dq_operands = a_in_smem(dq, k_rows), b_in_smem(dq, ds_rows)
+        dq_rows = key.head_dim
     return Products(
         Product(
             scores,
@@ -140,35 +152,33 @@ def make_products(variant: Variant, x: Context) -> Products:
             scores,
             accumulator(scores, "dp", block_q),
             a_in_smem(scores, smem.v),
-            b_in_smem(scores, smem.dout),
+            b_in_smem(scores, smem.dout if is_swept_once else smem.q),
         ),
         Product(
             dv,
             accumulator(dv, "dv", key.value_dim),
-            _halves(variant, x, dv, "p"),
+            halves(variant, x.tmem, dv, "p"),
             b_in_smem(dv, dout_rows),
         ),
         Product(
             dk,
             accumulator(dk, "dk", key.head_dim),
-            _halves(variant, x, dk, "ds"),
+            halves(variant, x.tmem, dk, "ds"),
             b_in_smem(dk, q_rows),
         ),
-        Product(
-            dq, accumulator(dq, "dq", key.head_dim), a_in_smem(dq, ds_rows), b_in_smem(dq, k_rows)
-        ),
+        Product(dq, accumulator(dq, "dq", dq_columns, dq_rows), *dq_operands),
     )
 
 
-def _halves(variant: Variant, x: Context, mma: cute.TiledMma, name: str) -> cute.Tensor:
-    """P or dS as A operand, in two halves."""
+def halves(variant: Variant, tmem: cute.Pointer, mma: cute.TiledMma, name: str) -> cute.Tensor:
+    """P or dS, in tensor memory from ``tmem`` on, as A operand, in two halves."""
     half = mma.make_fragment_A(mma.partition_shape_A((ROWS, variant.config.half_q))).layout
     *modes, slabs = half.shape
     *strides, slab = half.stride
     first, second = (variant.plan.columns(f"{name}{i}").start for i in range(2))
     gap = (second - first) * 32 // variant.dtype.width
     layout = cute.make_layout((*modes, (slabs, 2)), stride=(*strides, (slab, gap)))
-    pointer = cute.recast_ptr(x.tmem + first, dtype=variant.dtype)
+    pointer = cute.recast_ptr(tmem + first, dtype=variant.dtype)
     return cute.make_tensor(pointer, layout)
 
 

@@ -1,19 +1,20 @@
 """Blackwell backward: who does what, over which data, in which memory. Read this first.
 
-A CTA owns 128 keys and lets query tiles of 128 rows pass by, those of every head that shares the
-keys. Scores are computed transposed, keys by queries: lane r of tensor memory holds key r, so P and
-dS lie there as dV += P^T dO and dK += dS^T Q want their A operand, and neither leaves tensor memory
-for them. Only dQ = dS K, which sums over keys, wants dS in shared memory. Sixteen warps, one CTA
-per SM: one warpgroup takes dQ away, two turn S into P and dP into dS, single warps multiply and
-load (kernel design after FlashAttention-4, arXiv:2603.05451).
+A CTA owns 128 keys and lets query tiles of 128 rows pass by (of 64, twice, where heads have 256:
+Note [Two sweeps]), those of every head that shares the keys. Scores are computed transposed, keys
+by queries: lane r of tensor memory holds key r, so P and dS lie there as dV += P^T dO and dK +=
+dS^T Q want their A operand, and neither leaves tensor memory for them. Only dQ = dS K, which sums
+over keys, wants dS in shared memory. Sixteen warps, one CTA per SM: one warpgroup takes dQ away,
+two turn S into P and dP into dS, single warps multiply and load (kernel design after
+FlashAttention-4, arXiv:2603.05451).
 
 # Note [Halves]
 The first warpgroup of the role attend works on the first half of the queries of a tile, the second
-on the others, 64 of 128. P and dS take half the columns of the S and dP that they come from,
-and each half of them lies over its own half of those: columns 0-31 and 64-95. So a thread
-overwrites only what it alone reads, and has read, and the warpgroups never wait for each other. The
-A operand then has a gap after its first four slabs, which costs nothing: each tcgen05.mma takes one
-slab and its address.
+on the others, 64 of 128. P and dS take half the columns of the S and dP that they come from, and
+each half of them lies over its own half of those: columns 0-31 and 64-95. So a thread overwrites
+only what it alone reads, and has read, and the warpgroups never wait for each other. The A operand
+then has a gap after its first four slabs, which costs nothing: each tcgen05.mma takes one slab and
+its address.
 
 # Note [P overwrites S]
 S of the next tile, which overwrites P, is issued after dV, which reads P, by the same warp to a
@@ -37,6 +38,22 @@ half of S, then dQ over both take turns there, and every product waits for what 
 one before. P lies over the first half of S, so that dP may overwrite the second: the second
 warpgroup's P is stored over the first one's S, after a barrier of both behind their loads. Serial
 as it is, it spares users the fallback, which builds the score matrix.
+
+# Note [Two sweeps]
+With D/Dv of 256/256, dV and dK of 128 keys would be all 512 columns. They share 256 of them: a CTA
+sweeps over its queries twice, in tiles of 64 rows. The first sweep makes S, P and dV; the second,
+which begins once dV has been read, S again, dP, dS, dK and dQ: six products for five. dQ is
+transposed (dQ^T = K^T dS), so that its 256 rows are two accumulators of 64 columns; 64 rows of dQ
+would run at half the rate of the tensor core and take 256 columns. The edges dv and dk need no
+"empty" barrier: the first dK is issued after ds, the first dV after p, and the role attend has read
+the accumulator that they overwrite before it makes either.
+
+Shared memory has room for the keys and four tiles of 32 KB, in two rings. In the first sweep, where
+values are not needed, one holds queries and one dO, so that S is computed a tile ahead of dV, in
+the columns of S and dP in turn (two stages of the edges s and p). In the second, one ring holds the
+two halves of the values, and dO and queries take turns in the other: a tile of queries is there
+from S to dK, the next arrives while the tensor core works on dQ and on the next dP. Hence dP comes
+before S there, and what lies between S and dK is as short as it can be.
 """
 
 from __future__ import annotations
@@ -74,8 +91,10 @@ WORDS_BYTES = 24
 def dq_overlays(key: KernelKey) -> str:
     """What dQ has no columns beside: "" for nothing, "dp", or "s" and "dp".
 
-    Notes [dQ overwrites dP], [In turn].
+    Notes [dQ overwrites dP], [In turn], [Two sweeps].
     """
+    if key.value_dim > ROWS:
+        return ""
     accumulators = key.head_dim + key.value_dim
     if accumulators + 2 * ROWS + key.head_dim <= TMEM_COLS:
         return ""
@@ -86,7 +105,7 @@ def backward_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
     """The checked plan of the backward kernel for ``key`` under ``config``."""
     key_bytes, value_bytes = key.head_dim * ELEMENT_BYTES, key.value_dim * ELEMENT_BYTES
     add_bytes = ROWS * config.add_columns * FLOAT_BYTES
-    others = config.other_registers
+    others, read = config.other_registers, "read" if config.sweeps == 1 else ""
     plan = Plan(
         roles=(
             Role("add", range(0, 4), config.add_registers),
@@ -96,15 +115,15 @@ def backward_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
             Role("idle", range(14, 16), others),
         ),
         edges=(
-            *_loaded_edges(key, config),
-            *_score_edges(),
+            *(_loaded_edges if config.sweeps == 1 else _swept_edges)(key, config),
+            *_score_edges(config),
             Edge("dq", "mma", "add", 1, 0, "dQ in TMEM", "dQ in registers", "umma"),
-            Edge("dv", "mma", "attend", 1, 0, "all dV of a tile retired", "read", "umma"),
-            Edge("dk", "mma", "attend", 1, 0, "all dK of a tile retired", "read", "umma"),
+            Edge("dv", "mma", "attend", 1, 0, "all dV of a tile retired", read, "umma"),
+            Edge("dk", "mma", "attend", 1, 0, "all dK of a tile retired", read, "umma"),
         ),
         buffers=(
             Buffer("k", ROWS * key_bytes),
-            Buffer("v", ROWS * value_bytes),
+            *([Buffer("v", ROWS * value_bytes)] if config.sweeps == 1 else []),
             Buffer("q", config.q_stages * config.block_q * key_bytes),
             Buffer("dout", config.dout_stages * config.block_q * value_bytes),
             Buffer("ds", ROWS * config.block_q * ELEMENT_BYTES),
@@ -139,11 +158,27 @@ def _loaded_edges(key: KernelKey, config: BlackwellBackward) -> tuple[Edge, ...]
     )
 
 
-def _score_edges() -> tuple[Edge, ...]:
-    """Between tensor core and threads, once per query tile."""
+def _swept_edges(key: KernelKey, config: BlackwellBackward) -> tuple[Edge, ...]:
+    """``_loaded_edges`` of two sweeps: two rings, for other data in the second."""
+    k = ROWS * key.head_dim * ELEMENT_BYTES
+    rows, stats = config.block_q * key.head_dim * ELEMENT_BYTES, _stats_bytes(config)
+    q_stages, dout_stages = config.q_stages, config.dout_stages
+    q, q_empty = "queries in smem; in the second sweep, dO and queries", "S, dP or dK retired"
+    dout, dout_empty = "dO in smem; then the halves of the values", "dV or last dP retired"
     return (
-        Edge("s", "mma", "attend", 1, 0, "S in TMEM", "", "umma"),
-        Edge("p", "attend", "mma", 1, 0, "P in TMEM, all of S read", "", "threads"),
+        Edge("k", "load", "mma", 1, k, "keys in smem", "last dQ retired", "tma_umma"),
+        Edge("q", "load", "mma", q_stages, rows, q, q_empty, "tma_umma"),
+        Edge("dout", "load", "mma", dout_stages, rows, dout, dout_empty, "tma_umma"),
+        Edge("stats", "load", "attend", q_stages, stats, "lse2, delta in smem", "read"),
+    )
+
+
+def _score_edges(config: BlackwellBackward) -> tuple[Edge, ...]:
+    """Between tensor core and threads, once per query tile and sweep that makes them."""
+    stages = config.sweeps
+    return (
+        Edge("s", "mma", "attend", stages, 0, "S in TMEM", "", "umma"),
+        Edge("p", "attend", "mma", stages, 0, "P in TMEM, all of S read", "", "threads"),
         Edge("dp", "mma", "attend", 1, 0, "dP in TMEM; the last dQ retired", "", "umma"),
         Edge("ds", "attend", "mma", 1, 0, "dS in TMEM and smem, all of dP read", "", "threads"),
     )
@@ -159,6 +194,8 @@ def _barriers(key: KernelKey) -> tuple[NamedBarrier, ...]:
 def _tmem(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange, ...]:
     """S dV dP dK, dQ where there is room, and halves of P and dS over those of S and dP."""
     d, dv, columns, half = key.head_dim, key.value_dim, config.block_q, config.half_q
+    if config.sweeps == 2:
+        return _tmem_of_sweeps(key, config)
     if dq_overlays(key) == "s":
         return _tmem_in_turn(key, config)
     dp = columns + dv
@@ -192,6 +229,21 @@ def _tmem_in_turn(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange,
     )
 
 
+def _tmem_of_sweeps(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange, ...]:
+    """Columns that dV and dK share; S, dP, and dQ transposed, 128 of its rows beside the others."""
+    d, columns, half = key.head_dim, config.block_q, config.half_q
+    s, dp, dq = d, d + columns, d + 2 * columns
+    return (
+        TmemRange("dv", 0, d),
+        TmemRange("dk", 0, d, "dv", "Note [Two sweeps]"),
+        TmemRange("s", s, columns),
+        TmemRange("dp", dp, columns),
+        TmemRange("dq", dq, columns * d // ROWS),
+        *_halves(config, "p", (s, s + half), ("s", "Note [P overwrites S]")),
+        *_halves(config, "ds", (dp, dp + half), ("dp", "Note [P overwrites S]")),
+    )
+
+
 def _half_words(config: BlackwellBackward) -> int:
     return config.half_q * ELEMENT_BYTES // FLOAT_BYTES
 
@@ -205,13 +257,18 @@ def _halves(
 
 
 def main() -> None:
-    """Prints the ledger of the default bfloat16 D = 128 kernel, and what bounds it."""
-    key = KernelKey("sm_100f", "bfloat16", 128, 128, "causal")
-    gpu, heads = roofline.gpu_of("sm100"), (key.head_dim, key.value_dim)
-    smem, bound = roofline.backward_smem_cycles(gpu, heads), roofline.backward(gpu, heads)
-    lines = [f"{count:6.0f}  {what}" for what, count in smem.items()]
-    lines.append(f"{bound.smem:6.0f}  of smem, {bound.mma:.0f} of MMA per 128 x 128 tile (model)")
-    print("\n".join([ledger(backward_plan(key, blackwell_backward(key))), *lines]))  # noqa: T201
+    """Prints the ledgers of the bfloat16 kernels of D = 128 and 256, and what bounds them."""
+    gpu = roofline.gpu_of("sm100")
+    for head_dim in (128, 256):
+        key = KernelKey("sm_100f", "bfloat16", head_dim, head_dim, "causal")
+        config, heads = blackwell_backward(key), (key.head_dim, key.value_dim)
+        smem = roofline.backward_smem_cycles(gpu, heads, sweeps=config.sweeps)
+        bound = roofline.backward(gpu, heads, sweeps=config.sweeps)
+        lines = [f"{count:6.0f}  {what}" for what, count in smem.items()]
+        lines.append(
+            f"{bound.smem:6.0f}  of smem, {bound.mma:.0f} of MMA per 128 x 128 tile (model)"
+        )
+        print("\n".join([ledger(backward_plan(key, config)), *lines]))  # noqa: T201
 
 
 if __name__ == "__main__":
