@@ -251,6 +251,14 @@ def test_an_unchanged_variant_is_not_compiled_again(compiled, tmp_path, monkeypa
     assert "1 of 1 variants are unchanged" in capsys.readouterr().err
 
 
+def test_an_entry_that_lacks_its_compressed_ptx_is_not_done(tmp_path):
+    job = aot.Job(VARIANTS[0], "x86_64", tmp_path / "entry")
+    job.path(".json").touch()
+    assert not job.is_done
+    job.path(".ptx.xz").touch()
+    assert job.is_done
+
+
 def test_sources_are_what_the_kernel_module_imports():
     names = {
         path.relative_to(Path(aot.__file__).parent).as_posix() for path in aot.sources(VARIANTS[0])
