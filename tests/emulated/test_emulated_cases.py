@@ -1,14 +1,19 @@
-"""The shared cases on the compiled GPU kernels, in the emulator; all architectures of the build."""
+"""The shared cases on the compiled GPU kernels, in the emulator; all architectures of the build.
+
+A kernel that is one text for several targets runs once; the launches of the others are compared
+with its own (``texts.py``).
+"""
 
 import pytest
 from cases import CASES
 from harness import attend, data, run, wanted
 from oracle import Results, assert_close
+from texts import assert_launched_like_proxy, proxy
 
 from jax_fa import bindings
 from jax_fa.choice import Emulation
 from jax_fa.problem import Problem
-from jax_fa.variants import ARCHS, BY_NAME, SHORT_DTYPES, find
+from jax_fa.variants import ARCHS, BY_NAME, OPERATIONS, SHORT_DTYPES, find
 
 COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled()) if name in BY_NAME]
 
@@ -70,6 +75,19 @@ def is_served(case, arch, operation):
     return case.name not in UNSERVED and (case.head_dim, case.out_dim) in arch.head_dims(operation)
 
 
+def has_gradients(case, arch, dtype):
+    """Whether the backward is part of the case."""
+    is_chosen = dtype == "bfloat16" or CASES.index(case) % FLOAT16_GRADIENTS == 0
+    return is_chosen and is_served(case, arch, "bwd") and is_complete(arch.name, "bwd", dtype)
+
+
+def is_run_as_proxy(kernel):
+    """Whether another architecture's run of all cases is a run of this kernel."""
+    other = proxy(kernel)
+    needed = {"fwd", kernel.operation}
+    return other != kernel and all(is_complete(other.arch, x, other.key.dtype) for x in needed)
+
+
 @pytest.mark.parametrize(
     ("arch", "dtype", "case"),
     RUNS,
@@ -83,12 +101,20 @@ def test_case_keeps_the_tolerance_rule_or_is_refused(arch, dtype, case):
         with pytest.raises(NotImplementedError, match="does not serve this problem"):
             attend(case, given, emulation)
         return
-    has_backward = is_served(case, arch, "bwd") and is_complete(arch.name, "bwd", dtype)
-    if has_backward and (dtype == "bfloat16" or CASES.index(case) % FLOAT16_GRADIENTS == 0):
+    kernels = [
+        find(Problem.of(given.operands, case.semantics), arch, operation, bindings.compiled())
+        for operation in OPERATIONS
+        if operation == "fwd" or has_gradients(case, arch, dtype)
+    ]
+    to_run = [kernel.operation for kernel in kernels if not is_run_as_proxy(kernel)]
+    for kernel in kernels:
+        if kernel.operation not in to_run:
+            assert_launched_like_proxy(kernel, case)
+    if "bwd" in to_run:
         assert_close(run(case, given, emulation), wanted(case, dtype), dtype)
-        return
-    out, lse = attend(case, given, emulation)
-    assert_close(Results(out, lse), wanted(case, dtype), dtype)
+    elif "fwd" in to_run:
+        out, lse = attend(case, given, emulation)
+        assert_close(Results(out, lse), wanted(case, dtype), dtype)
     if not is_served(case, arch, "bwd"):
         with pytest.raises(NotImplementedError, match="does not serve this problem"):
             run(case, given, emulation)

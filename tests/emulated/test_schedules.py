@@ -1,10 +1,14 @@
-"""Every compiled variant under several schedules: no fault, right results, forward bits alike."""
+"""Every compiled variant under several schedules: no fault, right results, forward bits alike.
+
+One that is the text of another for another target is run as that one (``texts.py``).
+"""
 
 import numpy as np
 import pytest
 from cases import Case
 from harness import data, wanted
 from oracle import Results, assert_close
+from texts import assert_launched_like_proxy, is_distinct, proxy
 
 from jax_fa import bindings
 from jax_fa.choice import Emulation
@@ -14,6 +18,7 @@ from jax_fa.problem import Problem
 from jax_fa.variants import ARCHS, BY_NAME, find
 
 COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled()) if name in BY_NAME]
+DISTINCT = [variant for variant in COMPILED if is_distinct(variant)]
 SEEDS = range(5)
 
 # Two query tiles and two key blocks, the second of each partly used, on one multiprocessor.
@@ -68,14 +73,21 @@ def inputs_for(variant, case):
     return {**inputs, **saved, **dict(zip(("dout", "dlse"), given.cotangents, strict=True))}
 
 
-@pytest.mark.parametrize("variant", COMPILED, ids=lambda variant: variant.name)
+def problem_for(variant):
+    """One that ``variant`` is chosen for."""
+    case = case_for(variant)
+    problem = Problem.of(data(case, variant.key.dtype).operands, case.semantics)
+    arch = next(arch for arch in ARCHS if arch.name == variant.arch)
+    assert find(problem, arch, variant.operation, bindings.compiled()) == variant
+    return problem
+
+
+@pytest.mark.parametrize("variant", DISTINCT, ids=lambda variant: variant.name)
 def test_variant_is_right_under_every_schedule(variant):
     case = case_for(variant)
     dtype = variant.key.dtype
-    problem = Problem.of(data(case, dtype).operands, case.semantics)
+    problem = problem_for(variant)
     inputs = inputs_for(variant, case)
-    arch = next(arch for arch in ARCHS if arch.name == variant.arch)
-    assert find(problem, arch, variant.operation, bindings.compiled()) == variant
     first = None
     for seed in SEEDS:
         settings = Emulation(variant.arch, seed=seed, completion="random", num_sms=1)
@@ -87,3 +99,11 @@ def test_variant_is_right_under_every_schedule(variant):
             first = first or results
             for name, value in results.items():
                 np.testing.assert_array_equal(value, first[name], f"{name}, seed {seed}")
+
+
+def test_variants_of_the_same_text_are_launched_alike():
+    for variant in COMPILED:
+        problem_for(variant)
+        if not is_distinct(variant):
+            assert proxy(variant).arch != variant.arch
+            assert_launched_like_proxy(variant, case_for(variant))
