@@ -1,6 +1,7 @@
 """Sizes at the borders: nothing, one, and more elements than an int32 counts."""
 
 import fcntl
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,9 @@ def test_two_batch_dimensions_through_vmap_or_one_after_folding():
 HUGE = 2**31 // 256 + 300
 """Rows of 256 elements."""
 
+OPTIMIZED = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+"""Unlike other tests (conftest.py): here XLA's own loops over the arrays are what takes time."""
+
 
 @pytest.fixture
 def room():
@@ -96,7 +100,7 @@ def room():
 def huge(last):
     """bfloat16 [1, HUGE, 1, 256]: zeros, then the rows of ``last``; filled where it will lie."""
 
-    @jax.jit
+    @OPTIMIZED
     def fill():
         zeros = jnp.zeros((1, HUGE, 1, 256), jnp.bfloat16)
         return jax.lax.dynamic_update_slice(zeros, last[None, :, None], (0, HUGE - len(last), 0, 0))
@@ -115,7 +119,7 @@ def test_query_and_its_gradient_beyond_int32():
     last = rows(5, 256)
     k, v = rows(5, 256).reshape(1, 5, 1, 256), rows(5, 1).reshape(1, 5, 1, 1)
 
-    @jax.jit
+    @OPTIMIZED
     def step(q, k, v, offset):
         def value(q):
             return jnp.sum(
