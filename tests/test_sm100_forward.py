@@ -247,7 +247,7 @@ def check_traffic(report, key, q_blocks, kv_heads=1):
 def test_packed_tiles_hold_every_position_of_every_head_once(group, block_q):
     from jax_fa.kernels import tiles
 
-    packing, num_kv_heads = tiles.packing(block_q, group), 2
+    packing, num_kv_heads = tiles.Packing(*abi.packing(block_q, group), group), 2
     for kv_head in range(num_kv_heads):
         seen = []
         for unit in range(packing.units):
@@ -256,8 +256,8 @@ def test_packed_tiles_hold_every_position_of_every_head_once(group, block_q):
                 tile = tiles.Tile(True, 0, first // packing.positions, head, kv_head, 0)
                 rows = [tiles.row_at(packing, tile, first, row) for row in range(block_q)]
                 # What query tiles derive their key blocks from.
-                assert [row.position for row in rows[:: tiles.GRANULE]] == sorted(
-                    row.position for row in rows[:: tiles.GRANULE]
+                assert [row.position for row in rows[:: abi.GRANULE]] == sorted(
+                    row.position for row in rows[:: abi.GRANULE]
                 )
                 seen += [(row.position, row.head) for row in rows if row.is_there]
         heads = range(kv_head * group, (kv_head + 1) * group)
