@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jax_fa.emulator import flow
-from jax_fa.emulator.ptx import Instruction, Kernel, Register
+from jax_fa.emulator.ptx import Immediate, Instruction, Kernel, Register
 
 _PRODUCTS = {"mul.f32": "", "mul.ftz.f32": ".ftz"}
 # What the sum of a product becomes, by the place of the product in it.
@@ -29,9 +29,7 @@ _SUMS = {
 def contracted(kernel: Kernel) -> Kernel:
     """The kernel with sums of products replaced; other instructions keep their places."""
     instructions = list(kernel.instructions)
-    uses: Counter[int] = Counter()
-    for instruction in instructions:
-        uses.update(_registers((instruction.guard, instruction.operands)))
+    uses = _uses(instructions)
     borders = {i + 1 for i, x in enumerate(instructions) if flow.is_branch(x) or flow.is_exit(x)}
     borders |= {flow.branch_target(x) for x in instructions if flow.is_branch(x)}
     products: dict[int, Instruction] = {}
@@ -56,6 +54,25 @@ def contracted(kernel: Kernel) -> Kernel:
                 for factor in _registers(instruction.operands[1:]):
                     products_of.setdefault(factor, []).append(number)
     return replace(kernel, instructions=instructions)
+
+
+def _uses(instructions: list[Instruction]) -> Counter[int]:
+    """How often each result of a product is named."""
+    uses = Counter(
+        dict.fromkeys((x.operands[0].number for x in instructions if x.opcode in _PRODUCTS), 0)
+    )
+    for instruction in instructions:
+        for operand in instruction.operands:
+            if operand.__class__ is Register:
+                if operand.number in uses:
+                    uses[operand.number] += 1
+            elif operand.__class__ is not Immediate:
+                for number in _registers(operand):
+                    if number in uses:
+                        uses[number] += 1
+        if instruction.guard is not None and instruction.guard.register.number in uses:
+            uses[instruction.guard.register.number] += 1
+    return uses
 
 
 def _fused(instruction: Instruction, products: dict[int, Instruction]) -> Instruction | None:

@@ -535,10 +535,10 @@ def _register_use(instruction: Instruction, *, is_pure: bool = False) -> Registe
 
 def _named_registers(operand: object) -> int:
     """Bit set of the registers an operand names, at any depth."""
-    if isinstance(operand, Register):
+    if operand.__class__ is Register:
         return 1 << operand.number
     bits = 0
-    if isinstance(operand, tuple):
+    if operand.__class__ is not Immediate and isinstance(operand, tuple):
         for part in operand:
             bits |= _named_registers(part)
     return bits

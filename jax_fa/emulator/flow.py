@@ -9,7 +9,7 @@ EXITS = ("ret", "exit", "trap")
 
 def is_branch(instruction: Instruction) -> bool:
     """Whether it is bra in any form."""
-    return instruction.opcode == "bra" or instruction.opcode.startswith("bra.")
+    return instruction.opcode.startswith("bra") and instruction.opcode[3:4] in ("", ".")
 
 
 def is_exit(instruction: Instruction) -> bool:

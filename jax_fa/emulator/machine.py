@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ COMPLETIONS = ("lazy", "eager", "random")
 
 # Segments after which a warp that met no synchronisation lets others run: it may be spinning.
 TURN = 2_000
+
+# Finished clusters, each a megabyte of cyclic garbage per CTA, after which memory is reclaimed.
+COLLECTION = 16
 
 # Turns without any event after which spinning warps are no longer left to themselves.
 PATIENCE = 300
@@ -128,6 +132,7 @@ class Machine:
             for x in range(clusters[0])
         )
         self.resident: list[Cluster] = []
+        self.retired = 0
 
     def _parameter_block(self) -> np.ndarray:
         """The parameters of the launch at the offsets PTX gives them."""
@@ -289,6 +294,9 @@ class Machine:
             if any(np.count_nonzero(w.live) for w in cluster.all_warps):
                 continue
             self.resident.remove(cluster)
+            self.retired += 1
+            if self.retired % COLLECTION == 0:
+                gc.collect(0)
             for cta in cluster.ctas:
                 self._tally(cta)
                 self.notes.update(cta.exit_notes())

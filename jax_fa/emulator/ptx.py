@@ -306,15 +306,18 @@ class _Body:
         return Register(len(self.kernel.register_types) - 1)
 
     def lookup(self, name: str) -> Register | None:
-        for scope in self.scope.chain():
-            if name in scope.registers:
-                return scope.registers[name]
+        scope: _Scope | None = self.scope
+        while scope is not None:
+            known = scope.registers.get(name)
+            if known is not None:
+                return known
             if scope.ranges:
                 prefix = name.rstrip("0123456789")
                 if prefix in scope.ranges and prefix != name:
                     register = self.new_register(scope.ranges[prefix][0])
                     scope.registers[name] = register
                     return register
+            scope = scope.parent
         return None
 
     def instruction(self, text: str) -> None:
@@ -344,6 +347,8 @@ class _Body:
             return Vector(tuple(self.operand(part) for part in _split(text[1:-1])))
         if first == "[":
             return self.address(text[1:-1])
+        if first.isdigit():
+            return self.literal(text)
         register = self.lookup(text)
         if register is not None:
             return register

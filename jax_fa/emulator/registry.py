@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -95,18 +96,24 @@ def find(instruction: Instruction) -> Pure | Unit:
     """
     opcode = instruction.opcode
     pure = PURE.get(opcode, {}).get(len(instruction.operands) - 1)
-    if pure is not None and not any(isinstance(o, Vector) for o in instruction.operands):
+    if pure is not None and not any(o.__class__ is Vector for o in instruction.operands):
         return pure
-    parts = opcode.split(".")
-    for length in range(len(parts), 0, -1):
-        unit = UNITS.get(".".join(parts[:length]))
-        if unit is not None:
-            return unit
+    unit = _unit_of(opcode)
+    if unit is not None:
+        return unit
     near = difflib.get_close_matches(opcode, [*PURE, *UNITS], 4)
     hint = f"; similar ones: {', '.join(near)}" if near else ""
     raise UnknownInstructionError(
         f"instruction {opcode} at line {instruction.line} is not implemented{hint}"
     )
+
+
+@cache
+def _unit_of(opcode: str) -> Unit | None:
+    """The unit with the longest name that the opcode begins with."""
+    parts = opcode.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((UNITS[name] for name in names if name in UNITS), None)
 
 
 class Modifiers:
