@@ -203,11 +203,11 @@ def cycles_of(variant: Variant, gpu: roofline.Gpu) -> roofline.Cycles:
             q_in_registers=getattr(chosen, "q_in_registers", False),
             ctas=getattr(chosen, "ctas", 1),
         )
-    staged: tuple[roofline.Staged, ...] = ("ds", "dq")
     if isinstance(chosen, config.HopperBackward):
         # dQ goes from registers to global memory.
-        staged = ("ds",) if chosen.splits_keys else ("p", "ds")
-    return roofline.backward(gpu, heads, staged, sweeps=getattr(chosen, "sweeps", 1))
+        hopper: tuple[roofline.Staged, ...] = ("ds",) if chosen.splits_keys else ("p", "ds")
+        return roofline.backward(gpu, heads, hopper)
+    return roofline.backward(gpu, heads, chosen.staged, ctas=chosen.ctas, sweeps=chosen.sweeps)
 
 
 def expectation(variant: Variant) -> _Expectation:
@@ -240,11 +240,16 @@ def model(variant: Variant, gpu: roofline.Gpu, lengths: Lengths) -> Model:
         key.value_dim,
         Semantics(1.0, Band(is_causal=key.mask == "causal")),
     )
-    block = chosen.block_q if variant.operation == "fwd" else chosen.block_kv
-    sweeps = getattr(chosen, "sweeps", 1)
-    sharing = block / roofline.TILE * getattr(chosen, "ctas", 1) / sweeps
+    ctas = getattr(chosen, "ctas", 1)
+    if variant.operation == "fwd":
+        sharing = chosen.block_q / roofline.TILE * ctas
+        asked = roofline.work(problem, "fwd", chosen.block_q)
+    else:
+        # A pair's CTAs have halves by rows and by columns, twice half of everything.
+        copies = ctas * getattr(chosen, "sweeps", 1)
+        sharing = chosen.block_kv / roofline.TILE / copies
+        asked = roofline.work(problem, "bwd", chosen.block_kv, copies)
     cycles = cycles_of(variant, gpu)
-    asked = roofline.work(problem, variant.operation, block, sweeps)
     return Model(
         gpu=gpu.name,
         cycles=cycles._asdict(),

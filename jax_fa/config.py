@@ -8,6 +8,7 @@ of a table below carries the measurement behind it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jax_fa.kernels.abi import MaskClass
 
@@ -185,6 +186,8 @@ class BlackwellBackward:
         other_registers: per thread of all others, multiple of 8.
         block_q: query rows by step.
         sweeps: passes over the queries: 1, or 2 where dV and dK take turns in tensor memory.
+        ctas: that share their products, and the keys of a tile (Note [A pair of CTAs] in
+            ``kernels/sm100/plan_bwd.py``).
     """
 
     q_stages: int
@@ -196,6 +199,12 @@ class BlackwellBackward:
     block_q: int = 128
     block_kv: int = 128
     sweeps: int = 1
+    ctas: int = 1
+
+    @property
+    def staged(self) -> tuple[Literal["ds", "dq", "exchange"], ...]:
+        """What passes through shared memory (``roofline.backward``)."""
+        return ("ds", "exchange", "dq") if self.ctas == 2 else ("ds", "dq")
 
     @property
     def half_q(self) -> int:
@@ -308,9 +317,13 @@ def blackwell_backward(key: KernelKey) -> BlackwellBackward:
     if key.value_dim > 128:
         # dV and dK of 128 keys would be all of tensor memory: Note [Two sweeps] in plan_bwd.py.
         return BlackwellBackward(2, 2, add_columns=16, block_q=64, sweeps=2)
+    if key.head_dim == 128:
+        # Shared memory is busy for 2560 cycles by 128 x 128 tile, not 3328, against 2560 of MMA
+        # (model). Tiles of 256 keys cost more where masks or ends of sequences cut them: of 1024
+        # causal tokens, 40 tiles of 128 x 128 instead of 36.
+        return BlackwellBackward(1, 1, add_columns=16, block_kv=256, ctas=2)
     # An even number of pieces of dQ, so that a piece knows its stage at compile time.
     add_columns = 48 if key.head_dim == 96 else 32
-    # From D = 128 on shared memory is full.
-    q_stages = 1 if key.head_dim > 128 else 2
-    dout_stages = 1 if key.head_dim >= 128 else 2
-    return BlackwellBackward(q_stages, dout_stages, add_columns)
+    # With D = 192 shared memory is full.
+    stages = 1 if key.head_dim > 128 else 2
+    return BlackwellBackward(stages, stages, add_columns)

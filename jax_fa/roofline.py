@@ -38,7 +38,7 @@ ELEMENT_BYTES = 2
 FLOAT_BYTES = 4
 
 Operation = Literal["fwd", "bwd"]
-Staged = Literal["p", "ds", "dq"]
+Staged = Literal["p", "ds", "dq", "exchange"]
 
 
 @dataclass(frozen=True)
@@ -208,13 +208,15 @@ def backward_smem_cycles(
     d, dv = heads
     reads = TILE / gpu.mma_rows / ctas  # of second operands
     square = _operand_cycles(TILE)  # P or dS
-    dq = TILE * d * FLOAT_BYTES / SMEM_BYTES
+    # After an exchange, dQ of fewer rows is the sum over the keys of all CTAs.
+    sums = ctas if "exchange" in staged else 1
+    dq = TILE * d * FLOAT_BYTES / SMEM_BYTES / sums
     cycles = {
         "S reads k, q": sweeps * (sweeps + reads) * _operand_cycles(d),
         "dP reads v, dO": (sweeps + reads) * _operand_cycles(dv),
         "dV reads dO": reads * _operand_cycles(dv),
         "dK reads q": reads * _operand_cycles(d),
-        "dQ reads k": sweeps * reads * _operand_cycles(d),
+        "dQ reads k": sweeps * sums * reads * _operand_cycles(d),
     }
     if "ds" in staged:
         # As second operand of dQ transposed, dS is read for every 128 rows of the result.
@@ -222,6 +224,9 @@ def backward_smem_cycles(
         cycles |= {"dS is written": square, "dQ reads dS": ds_reads * square}
     if "p" in staged:
         cycles |= {"P is written": square, "dV reads P": square, "dK reads dS": square}
+    if "exchange" in staged:
+        sent = square * (1 - 1 / ctas)
+        cycles |= {"dS is sent": sent, "dS is received": sent}
     if "dq" in staged:
         cycles |= {"dQ is written": dq, "dQ is read": dq}
     return cycles
@@ -241,7 +246,9 @@ def backward(
         gpu: whose rates count.
         heads: (D, Dv).
         staged: what passes through shared memory: "p" and "ds" as operands, "dq" in float32 on its
-            way to global memory. What does not, stays in registers or tensor memory.
+            way to global memory. What does not, stays in registers or tensor memory. "exchange":
+            each CTA gets from the others their dS of a share of the queries, and computes dQ of
+            these alone; "ds" is staged too.
         ctas: that hold a share of each second operand and multiply together.
         sweeps: 2 where S and P are made once for dV and once for the others.
     """
@@ -301,12 +308,13 @@ def visible_pairs(problem: Problem) -> int:
     return sum(max(keys.hi - keys.lo, 0) for keys in ranges)
 
 
-def work(problem: Problem, operation: Operation, block: int, sweeps: int = 1) -> Work:
+def work(problem: Problem, operation: Operation, block: int, copies: int = 1) -> Work:
     """FLOP and bytes of a problem with one length.
 
     A forward CTA keeps ``block`` query rows and has the keys that they see pass by; a backward CTA
-    keeps ``block`` keys, and queries, dO, their statistics and sums of dQ pass by, in two
-    ``sweeps`` all but the last twice.
+    keeps ``block`` keys, and queries, dO, their statistics and sums of dQ pass by, all but the last
+    in some ``copies``: two in two sweeps, or in a pair, which counts as one CTA with the keys of
+    both.
     """
     batch, d, dv = problem.batch, problem.head_dim, problem.value_dim
     pairs = visible_pairs(problem) * batch * problem.num_q_heads
@@ -322,7 +330,7 @@ def work(problem: Problem, operation: Operation, block: int, sweeps: int = 1) ->
         )
     # q, out, dout, dq by row; lse, delta and lse2 written and read; the float32 sums of dQ too.
     row_bytes = (2 * d + 2 * dv) * ELEMENT_BYTES + (5 + 2 * d) * FLOAT_BYTES
-    passing = sweeps * (head_bytes + 2 * FLOAT_BYTES) + d * FLOAT_BYTES
+    passing = copies * (head_bytes + 2 * FLOAT_BYTES) + d * FLOAT_BYTES
     return Work(
         flops=2 * pairs * (3 * d + 2 * dv),
         hbm_bytes=rows * row_bytes + 2 * keys * head_bytes,

@@ -60,6 +60,22 @@ def test_two_sweeps_repeat_a_product_and_read_keys_for_every_64_queries():
     assert cycles.efficiency == pytest.approx(5120 / 9472)
 
 
+def test_an_exchange_of_ds_halves_what_is_added_and_costs_what_is_sent():
+    """Two CTAs: dQ written and read 256 less each, its k 128 more, dS sent 128, received 128."""
+    apart, together = (
+        roofline.backward_smem_cycles(B200, (128, 128), staged, ctas=2)
+        for staged in (("ds", "dq"), ("ds", "exchange", "dq"))
+    )
+    assert sum(apart.values()) - sum(together.values()) == 2 * 256 - 3 * 128
+
+
+def test_a_pair_fetches_queries_twice_and_adds_dq_once():
+    one, pair = work(problem(), "bwd", 128), work(problem(), "bwd", 256, copies=2)
+    assert one.flops == pair.flops and one.hbm_bytes == pair.hbm_bytes
+    rows = 2 * 16 * 4096 * 4096 // 256
+    assert one.cta_bytes - pair.cta_bytes == rows * 128 * 4
+
+
 def test_backward_of_small_heads():
     cycles = backward(B200, (64, 64))
     assert (cycles.mma, cycles.exp2) == (1280, 1024)

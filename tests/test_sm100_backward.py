@@ -24,7 +24,8 @@ KEYS = [
     for d, dv in BLACKWELL_HEADS
     for mask in abi.MASK_CLASSES
 ]
-WIDEST = KernelKey("sm_100f", "bfloat16", 128, 128, "full")
+WIDEST = KernelKey("sm_100f", "bfloat16", 96, 96, "full")
+"""The largest heads whose CTAs work alone with dQ over dP."""
 
 # ---------------------------------------------------------------------------------------- the plan
 
@@ -47,13 +48,14 @@ def test_a_head_size_without_a_kernel_is_refused_with_those_that_have_one():
 
 
 def test_shared_memory_takes_no_more_cycles_than_the_design_allows():
-    cycles = roofline.backward(roofline.gpu_of("sm100"), (WIDEST.head_dim, WIDEST.value_dim))
+    """Of one CTA; of a pair, test_sm100_backward_pair.py."""
+    cycles = roofline.backward(roofline.gpu_of("sm100"), (128, 128))
     assert (cycles.smem, cycles.mma) == (3328, 2560)
 
 
 def test_dq_has_columns_of_its_own_where_they_are_free():
-    overlaid = {64: "", 96: "dp", 128: "dp", 192: "s", 256: ""}
-    for key in KEYS:
+    overlaid = {64: "", 96: "dp", 192: "s", 256: ""}
+    for key in (key for key in KEYS if plan_for(key).ctas == 1):
         made = plan_for(key)
         dq, dp, s = (made.columns(name) for name in ("dq", "dp", "s"))
         wanted = overlaid[key.head_dim]
@@ -215,8 +217,8 @@ def test_gradients_of_grouped_heads_are_right_under_any_schedule(kernels, seed):
 @compiles
 @pytest.mark.parametrize("completion", ["lazy", "random"])
 def test_gradients_are_right_where_dq_overwrites_dp(kernels, completion):
-    case = Case("causal", q_len=300, kv_len=300, heads=1, kv_heads=1, head_dim=128, is_causal=True)
-    built = kernels(128, "causal")
+    case = Case("causal", q_len=300, kv_len=300, heads=1, kv_heads=1, head_dim=96, is_causal=True)
+    built = kernels(96, "causal")
     got, wanted, *_ = call(built, case, options=Options(completion=completion))
     assert_close(got, wanted, "bfloat16")
 
@@ -264,7 +266,7 @@ def test_gradients_are_right_where_queries_are_swept_twice(kernels, completion, 
 @compiles
 @pytest.mark.parametrize("case", [EVERYTHING, STRANGERS], ids=str)
 def test_gradients_are_right_where_everything_hides_keys(kernels, case):
-    got, wanted, *_ = call(kernels(128, "general"), case)
+    got, wanted, *_ = call(kernels(96, "general"), replace(case, head_dim=96))
     assert_close(got, wanted, "bfloat16")
 
 
@@ -290,9 +292,9 @@ def test_deterministic_gradients_have_the_same_bits_under_any_schedule(kernels):
 @needs_compiler
 @compiles
 def test_every_tile_moves_what_the_model_counts(kernels):
-    """One tile of keys, two of queries, D = 128: bytes at 128 a cycle."""
-    case = Case("count", q_len=256, kv_len=128, heads=1, kv_heads=1, head_dim=128, is_causal=True)
-    _, _, report, _ = call(kernels(128, "causal"), case)
+    """One tile of keys, two of queries, D = 96: bytes at 128 a cycle."""
+    case = Case("count", q_len=256, kv_len=128, heads=1, kv_heads=1, head_dim=96, is_causal=True)
+    _, _, report, _ = call(kernels(96, "causal"), case)
     heads = WIDEST.head_dim, WIDEST.value_dim
     cycles = roofline.backward_smem_cycles(roofline.gpu_of("sm100"), heads)
     products = sum(count for what, count in cycles.items() if " reads " in what)
@@ -309,18 +311,18 @@ WAITS = {
         f"dq dq {ATTEND * 2} dv dk "
         "k q v dv_empty dk_empty dout p  q ds dq_empty dout p  ds dq_empty"
     ).split(),
-    128: (
+    96: (
         f"dq dq {ATTEND * 3} dv dk "
         "k q v dv_empty dk_empty dout dq_empty p  q ds dout dq_empty p  ds"
     ).split(),
 }
 """What each wait of the roles add (deterministic or not), attend (masked, not, masked) and mma is
-for, in the order of the text: the kernels of D = 64, full, and of D = 128, causal."""
+for, in the order of the text: the kernels of D = 64, full, and of D = 96, causal."""
 COMMITS = "s dp dout  s q dq dp dout  v dv  q dq k dk".split()
 """What each commit of the role mma tells, in the order of the text."""
 COUNT = r"(mbarrier\.init\.shared\.b64\s+\[[^\]]*\]), [^;]*;"
 NO_WAIT = "setp.eq.u32 P1, 0, 0;"
-FULL, CAUSAL = (64, "full"), (128, "causal")
+FULL, CAUSAL = (64, "full"), (96, "causal")
 HAZARD, UNWRITTEN = "AsyncHazard.* while ", "Uninitialized.*nothing wrote"
 
 
@@ -391,7 +393,7 @@ FAULTS = {
     "q is multiplied before it arrives": (FULL, without_wait(64, "q", 0), HAZARD),
     "dv before p": (FULL, without_wait(64, "p", 1), HAZARD),
     "dq before ds": (FULL, without_wait(64, "ds", 0), "Uninitialized.*never written"),
-    "dp overwrites dq": (CAUSAL, without_wait(128, "dq_empty", 1), HAZARD),
+    "dp overwrites dq": (CAUSAL, without_wait(96, "dq_empty", 1), HAZARD),
     "p without wait::st": (FULL, without(r"tcgen05\.wait::st", 2), "without tcgen05.wait::st"),
     "ds without wait::st": (FULL, without(r"tcgen05\.wait::st", 3), "without tcgen05.wait::st"),
     "ds without fence": (FULL, without(r"fence\.proxy\.async", -1), "ProxyFence.*mma"),
@@ -407,10 +409,10 @@ FAULTS = {
     "one arrival too many for p": (FULL, with_count(64, "p", "full", 9), "Deadlock"),
     "one arrival too few for ds": (
         CAUSAL,
-        with_count(128, "ds", "full", 7),
+        with_count(96, "ds", "full", 7),
         f"{HAZARD}|without tcgen05.wait::st",
     ),
-    "one arrival too few for dq": (CAUSAL, with_count(128, "dq", "empty", 3), HAZARD),
+    "one arrival too few for dq": (CAUSAL, with_count(96, "dq", "empty", 3), HAZARD),
     "too few bytes of stats": (
         FULL,
         with_text(r"(complete_tx::bytes \[%r\d+\], \[%rd\d+\]), 512", r"\1, 256", 0),

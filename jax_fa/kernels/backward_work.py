@@ -19,16 +19,19 @@ ROUNDS_PER_BAND = 2
 
 
 class Tma(NamedTuple):
-    """TMA descriptors."""
+    """TMA descriptors; the last three are of a pair of CTAs, for half the columns of k, q, dout."""
 
     k: cute.CopyAtom
     v: cute.CopyAtom
     q: cute.CopyAtom
     dout: cute.CopyAtom
+    kt: cute.CopyAtom | None = None
+    qt: cute.CopyAtom | None = None
+    dout_t: cute.CopyAtom | None = None
 
 
 class Arrays(NamedTuple):
-    """Global arrays; the first four as TMA sees them."""
+    """Global arrays; but for dk and dv as TMA sees them."""
 
     k: cute.Tensor  # (S, D, K, B)
     v: cute.Tensor  # (S, Dv, K, B)
@@ -36,6 +39,9 @@ class Arrays(NamedTuple):
     dout: cute.Tensor  # (T, Dv, N, B)
     dk: cute.Tensor  # (S, D, K, B)
     dv: cute.Tensor  # (S, Dv, K, B)
+    kt: cute.Tensor | None = None  # k
+    qt: cute.Tensor | None = None  # q
+    dout_t: cute.Tensor | None = None  # dout
 
 
 class Scalars(NamedTuple):
@@ -110,14 +116,15 @@ def tile_at(
     no other in a deterministic run whose steps do not ascend. ``ascends`` says that a deterministic
     run's do (Note [Turns] in ``sm90/bwd_roles.py``); its last key block comes first.
     """
-    tile = tiles.row_order(x.order, slot)
+    ctas = variant.plan.ctas
+    tile = tiles.row_order(x.order, slot, ctas)
     if const_expr(variant.key.mask == "causal"):
-        tile = tiles.longest_first(x.order, slot)
+        tile = tiles.longest_first(x.order, slot, ctas)
         if const_expr(ascends):
             if x.scalars.deterministic != 0:
-                tile = tiles.one_per_cta(x.order, slot)
+                tile = tiles.one_per_cta(x.order, slot, ctas)
     if const_expr(variant.is_general):
-        tile = tiles.one_per_cta(x.order, slot)
+        tile = tiles.one_per_cta(x.order, slot, ctas)
     block = x.order.num_q_blocks - 1 - tile.q_block
     if const_expr(ascends):
         if x.scalars.deterministic != 0:

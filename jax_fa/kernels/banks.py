@@ -201,13 +201,27 @@ def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...
 
 
 def blackwell_backward(key: KernelKey, config: BlackwellBackward) -> tuple[Access, ...]:
-    """What the Blackwell backward does: ``sm100/bwd.py``."""
-    ds = _tile(config.block_kv, config.block_q)
+    """What the Blackwell backward does: ``sm100/bwd.py``. Of a pair, CTAs have halves."""
+    ctas, keys = config.ctas, config.block_kv // config.ctas
+    ds = _tile(config.block_kv, config.block_q // ctas)
+    loaded = {
+        "k": (keys, key.head_dim),
+        "v": (keys, key.value_dim),
+        "q": (config.block_q // ctas, key.head_dim),
+        "dout": (config.block_q // ctas, key.value_dim),
+    }
+    if ctas > 1:
+        loaded |= {
+            "kt": (config.block_kv, key.head_dim // ctas),
+            "qt": (config.block_q, key.head_dim // ctas),
+            "dout_t": (config.block_q, key.value_dim // ctas),
+        }
     return (
-        *_by_units("k", _tile(config.block_kv, key.head_dim), "tcgen05.mma"),
-        *_by_units("v", _tile(config.block_kv, key.value_dim), "tcgen05.mma"),
-        *_by_units("q", _tile(config.block_q, key.head_dim), "tcgen05.mma"),
-        *_by_units("dout", _tile(config.block_q, key.value_dim), "tcgen05.mma"),
+        *(
+            access
+            for name, shape in loaded.items()
+            for access in _by_units(name, _tile(*shape), "tcgen05.mma")
+        ),
         Access("attend, dS", "st.shared.v4", 16, ds, _row_of_lane),
         Access("matrix unit, dS", "tcgen05.mma", 16, ds, _row_of_lane, 8),
         Access("attend, lse2 and delta", "ld.shared.v4", 16, None, lambda lane: (0, 0)),

@@ -11,7 +11,9 @@ Two CTAs of a cluster can share tcgen05 products (``.cta_group::2``), which the 
 leader, issues. The role that does is ``leader_only``; an edge with this role at one end crosses the
 pair. Every CTA has barriers of its own, at the same offsets. Towards the leader, only its barriers
 are used: TMA of both CTAs counts its bytes there, threads of both arrive there, and counts double.
-From the leader, its tensor core's arrivals go to both CTAs at once. All else stays within a CTA.
+From the leader, its tensor core's arrivals go to both CTAs at once. All else stays within a CTA,
+but for copies from the shared memory of one to that of the other: each CTA expects on its own edge
+what the same role of the other sends.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ both arrive."""
 BOTH_CTAS = 0b11
 """Ranks at whose barriers the tensor core arrives for a pair, as a mask."""
 
-EdgeKind = Literal["tma", "tma_umma", "umma", "threads"]
+EdgeKind = Literal["tma", "tma_umma", "umma", "threads", "threads_umma"]
 
 BY_HARDWARE: dict[EdgeKind, tuple[str, ...]] = {
     "tma": ("full",),
     "tma_umma": ("full", "empty"),
     "umma": ("full",),
     "threads": (),
+    "threads_umma": ("empty",),
 }
 """The barriers of an edge at which a hardware unit arrives, once per phase: TMA when its bytes have
 landed, the tensor core when all it was given before has retired."""
@@ -350,6 +353,8 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> tuple[Any, Any]:
         )
     elif edge.kind == "umma":
         ring = pipeline.PipelineUmmaAsync.create(cta_layout_vmnk=layout, **groups, **common)
+    elif edge.kind == "threads_umma":
+        ring = pipeline.PipelineAsyncUmma.create(cta_layout_vmnk=layout, **groups, **common)
     else:
         ring = pipeline.PipelineAsync.create(**groups, **common)
     if ctas > 1:

@@ -198,11 +198,12 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = 
 
 
 def backward_arrays(
-    variant: Any, call: BackwardCall, layouts: Any
+    variant: Any, call: BackwardCall, layouts: Any, ctas: int = 1
 ) -> tuple[backward_work.Tma, backward_work.Arrays]:
     """The arrays as TMA and as threads see them.
 
-    ``layouts`` has the shared memory layouts k and v of a tile, q and dout of a ring of tiles.
+    ``layouts`` has the shared memory layouts k and v of a tile, q and dout of a ring of tiles; of a
+    pair of CTAs, also kt, qt and dout_t. ``ctas`` as for ``primitives.tma_load``.
     """
     key, one = variant.key, (None, None, 0)
     loads = {
@@ -211,11 +212,17 @@ def backward_arrays(
         "q": (dense(call.q, call.queries, key.head_dim), cute.slice_(layouts.q, one)),
         "dout": (dense(call.dout, call.queries, key.value_dim), cute.slice_(layouts.dout, one)),
     }
+    if variant.plan.ctas > 1:
+        loads |= {
+            "kt": (loads["k"][0], layouts.kt),
+            "qt": (loads["q"][0], cute.slice_(layouts.qt, one)),
+            "dout_t": (loads["dout"][0], cute.slice_(layouts.dout_t, one)),
+        }
     atoms: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
     for name, (array, layout) in loads.items():
         shape = cute.product_each(layout.outer.shape)
-        atoms[name], arrays[name] = primitives.tma_load(array, layout, shape)
+        atoms[name], arrays[name] = primitives.tma_load(array, layout, shape, ctas)
     return backward_work.Tma(**atoms), backward_work.Arrays(
         **arrays,
         dk=dense(call.dk, call.keys, key.head_dim),
@@ -228,7 +235,10 @@ def backward_order(
     variant: cutlass.Constexpr, call: BackwardCall, ascends: cutlass.Constexpr[bool] = False
 ) -> tuple:
     """(work order, CTAs to launch); ``ascends`` as for ``backward_work.tile_at``."""
-    scalars, num_sms = call.scalars, call.num_sms
+    scalars, num_sms, ctas = call.scalars, call.num_sms, variant.plan.ctas
+    if const_expr(ctas > 1):
+        # From here on a cluster, whose CTAs share every tile, is one.
+        num_sms = cutlass.max(num_sms // ctas, 1)
     (batch, q_len, _), (_, kv_len, num_kv_heads) = call.queries, call.keys
     num_kv_blocks = ceil_div(kv_len, variant.config.block_kv)
     if const_expr(variant.is_general):
@@ -254,7 +264,7 @@ def backward_order(
     if const_expr(ascends and variant.key.mask == "causal"):
         if scalars.deterministic != 0:
             num_ctas = order.num_heads * num_kv_blocks
-    return order, num_ctas
+    return order, num_ctas * ctas
 
 
 def forward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:

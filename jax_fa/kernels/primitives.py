@@ -161,6 +161,17 @@ def scrub_rows(tile: cute.Tensor, used: Int32) -> None:
     cute.arch.sync_warp()
 
 
+@cute.jit
+def complete_tx_of(rank: int, barrier: cute.Pointer, size_bytes: int) -> None:
+    """``complete_tx`` at the counterpart of ``barrier`` in CTA ``rank`` of the cluster."""
+    cute.arch.fence_acq_rel_cluster()
+    cute.arch.inline_ptx(
+        "{ .reg .b32 barrier; mapa.shared::cluster.u32 barrier, {$r0}, {$r2}; "
+        "mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [barrier], {$r1}; }",
+        read_only_args=[barrier.toint(), Int32(size_bytes), Int32(rank)],
+    )
+
+
 def widen(word: Int32, dtype: type) -> tuple[Float32, Float32]:
     """The two elements of type ``dtype`` in a word, the low half first."""
     if dtype is BFloat16:
@@ -216,6 +227,33 @@ def bulk_load(source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
                 source.iterator.toint(),
                 Int32(size_bytes),
                 barrier.toint(),
+            ],
+        )
+
+
+@cute.jit
+def bulk_send(
+    places: tuple, size_bytes: cutlass.Constexpr[int], barrier: cute.Pointer, rank: Int32
+):
+    """Starts the copy of shared memory to that of CTA ``rank`` of the cluster.
+
+    ``places`` are (source, target), the latter, as ``barrier``, where the bytes count, given by its
+    counterpart in this CTA. Called by a whole warp; addresses and size are multiples of 16 bytes.
+    """
+    source, target = places
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "{ .reg .b32 target, barrier; "
+            "mapa.shared::cluster.u32 target, {$r0}, {$r4}; "
+            "mapa.shared::cluster.u32 barrier, {$r3}, {$r4}; "
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+            "[target], [{$r1}], {$r2}, [barrier]; }",
+            read_only_args=[
+                target.toint(),
+                source.toint(),
+                Int32(size_bytes),
+                barrier.toint(),
+                Int32(rank),
             ],
         )
 
@@ -293,17 +331,19 @@ def make_umma(
     a_in_tmem: bool = False,
     ctas: int = 1,
     a_major: OperandMajorMode = OperandMajorMode.K,
+    rows: int = 128,
 ) -> object:
     """A 128 x ``columns`` tcgen05 product with float32 accumulation in tensor memory.
 
-    Of two ``ctas`` each has 128 rows of A and of the result, and one half of B's columns, of which
-    both use all.
+    Of two ``ctas`` each has ``rows`` rows of A and of the result, and one half of B's columns, of
+    which both use all. 64 rows of the result lie in all 128 lanes: the first half of their columns
+    in lanes 0 to 63, the second in the others (PTX ISA, "Data Path Layout Organization").
     """
     source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
     op = tcgen05.MmaF16BF16Op(
         dtype,
         Float32,
-        (128 * ctas, columns, 16),
+        (rows * ctas, columns, 16),
         _cta_group(ctas),
         source,
         a_major,

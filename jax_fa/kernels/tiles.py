@@ -98,10 +98,19 @@ def rank_in_cluster(ctas: int) -> Int32 | int:
     return 0 if ctas == 1 else cute.arch.block_idx()[0] % ctas
 
 
-def row_order(order: Order, slot: Int32) -> Tile:
-    """The tile at position ``slot`` of this CTA's share of all tiles, head by head."""
+def _clusters(ctas: int) -> tuple[Int32, Int32]:
+    """Number of this CTA's cluster of ``ctas``, and how many there are."""
     cta, *_ = cute.arch.block_idx()
     num_ctas, *_ = cute.arch.grid_dim()
+    return (cta, num_ctas) if ctas == 1 else (cta // ctas, num_ctas // ctas)
+
+
+def row_order(order: Order, slot: Int32, ctas: int = 1) -> Tile:
+    """The tile at position ``slot`` of this CTA's share of all tiles, head by head.
+
+    Where ``ctas`` CTAs of a cluster share every tile, those of the cluster.
+    """
+    cta, num_ctas = _clusters(ctas)
     index = slot * num_ctas + cta
     return _tile(
         order,
@@ -143,20 +152,20 @@ def cluster_order(order: Order, slot: Int32, ctas: int) -> Tile:
 
 
 @cute.jit
-def longest_first(order: Order, slot: Int32) -> Tile:
+def longest_first(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -> Tile:
     """The tile at position ``slot`` of this CTA's share, longest tiles first within a band.
 
-    A CTA may have no tile in the last round of a band; it then goes on to the next band.
+    A CTA may have no tile in the last round of a band; it then goes on to the next band. ``ctas``
+    as for ``row_order``.
     """
-    tile = _in_round(order, slot)
+    tile = _in_round(order, slot, ctas)
     if not tile.is_valid:
-        tile = _in_round(order, slot + 1)
+        tile = _in_round(order, slot + 1, ctas)
     return tile
 
 
-def _in_round(order: Order, slot: Int32) -> Tile:
-    cta, *_ = cute.arch.block_idx()
-    num_ctas, *_ = cute.arch.grid_dim()
+def _in_round(order: Order, slot: Int32, ctas: int) -> Tile:
+    cta, num_ctas = _clusters(ctas)
     turn = slot % order.rounds
     place = turn * num_ctas + (cta + turn % 2 * (num_ctas - 1 - 2 * cta))
     tile = _in_band(order, slot, slot // order.rounds, place)
@@ -176,12 +185,12 @@ def _in_band(order: Order, slot: Int32, band: Int32, place: Int32) -> Tile:
 
 
 @cute.jit
-def one_per_cta(order: Order, slot: Int32) -> Tile:
-    """The only tile of this CTA, at ``slot`` 0."""
+def one_per_cta(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -> Tile:
+    """The only tile of this CTA, at ``slot`` 0; ``ctas`` as for ``row_order``."""
     nowhere = Int32(0)
     tile = Tile(Boolean(False), slot, nowhere, nowhere, nowhere, nowhere)
     if slot == 0:
-        cta, *_ = cute.arch.block_idx()
+        cta, _ = _clusters(ctas)
         band_size = order.heads_per_band * order.num_q_blocks
         tile = _in_band(order, slot, cta // band_size, cta % band_size)
     return tile

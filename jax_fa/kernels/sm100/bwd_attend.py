@@ -13,8 +13,8 @@ from cutlass.pipeline import PipelineConsumer, PipelineProducer
 from jax_fa.band import row_range
 from jax_fa.kernels import backward_rows, edges, primitives, softmax, tiles
 from jax_fa.kernels.backward_work import Work, first_step, following, tile_at, work_on
-from jax_fa.kernels.sm100.bwd_work import Context, Variant
-from jax_fa.kernels.sm100.plan_bwd import ROWS, dq_overlays
+from jax_fa.kernels.sm100 import bwd_pair
+from jax_fa.kernels.sm100.bwd_work import Context, Variant, first_key
 
 CHUNK = softmax.WORD
 """Columns of S that a thread masks and turns into P at a time."""
@@ -36,6 +36,7 @@ class AttendPipes(NamedTuple):
     stats: PipelineConsumer
     dv: PipelineConsumer
     dk: PipelineConsumer
+    half: PipelineProducer | None = None  # of a pair
 
 
 class Ends(NamedTuple):
@@ -44,6 +45,7 @@ class Ends(NamedTuple):
     s: PipelineConsumer
     p: PipelineProducer
     dp: PipelineConsumer
+    ds: PipelineProducer
     stats: PipelineConsumer
 
 
@@ -55,6 +57,7 @@ class Key(NamedTuple):
         first_query: 0, or ``config.half_q``.
         s, dp: loads of 32 and of 16 columns at a time.
         p, ds: stores of as many, two to a word.
+        place: in a pair, which of ``Smem.ds_parts`` takes dS.
     """
 
     row: Int32
@@ -63,6 +66,7 @@ class Key(NamedTuple):
     p: primitives.TmemCopy
     dp: primitives.TmemCopy
     ds: primitives.TmemCopy
+    place: Int32 | None = None
 
 
 def _make_key(variant: Variant, x: Context) -> Key:
@@ -81,6 +85,7 @@ def _make_key(variant: Variant, x: Context) -> Key:
         primitives.tmem_store(p, CHUNK // 2, row),
         primitives.tmem_load(dp, DS_CHUNK, row),
         primitives.tmem_store(ds, DS_CHUNK // 2, row),
+        None if plan.ctas == 1 else bwd_pair.place_of_ds(variant, own),
     )
 
 
@@ -101,7 +106,7 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: AttendPipes):
     signals p, ds full, dv, dk empty (mma), stats empty (load)
     """
     key = _make_key(variant, x)
-    ends = Ends(pipes.s, pipes.p, pipes.dp, pipes.stats)
+    ends = Ends(pipes.s, pipes.p, pipes.dp, pipes.ds, pipes.stats)
     dv, dk = pipes.dv, pipes.dk
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
@@ -115,6 +120,9 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: AttendPipes):
             ends = _sweep(variant, "ds", x, key, work, (pipes, ends))
         dk = _write_gradient(variant, x, key, (work, "dk"), dk)
         tile = tile_at(variant, x, tile.slot + 1)
+    if const_expr(variant.plan.ctas > 1):
+        # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
+        ends.ds.tail()
 
 
 @cute.jit
@@ -177,7 +185,7 @@ def _step(
     """
     made, is_masked = kind
     work, at = where
-    pipes, (s, p, dp, stats) = ends
+    pipes, (s, p, dp, ds, stats) = ends
     half_q = variant.config.half_q
     rS = key.s.whole_row()  # (half_q)
     stats_full = stats.wait_and_advance()
@@ -189,7 +197,7 @@ def _step(
         shift = at.parity * (variant.plan.columns("dp").start - variant.plan.columns("s").start)
     cute.copy(key.s.copy, _shifted(key.s.tmem, shift), rS)
     cute.arch.fence_view_async_tmem_load()
-    if const_expr(dq_overlays(variant.key) == "s"):
+    if const_expr(variant.p_moves):
         # HAZARD: P of the second warpgroup goes where S of the first one was.
         read = variant.plan.barrier("read")
         cute.arch.barrier(barrier_id=read.index, number_of_threads=read.threads)
@@ -213,6 +221,7 @@ def _step(
         delta = x.smem.stats[None, 1, stats_full.index]
         dp.wait_and_advance()
         primitives.after_thread_sync()
+        pieces: list = []
         factors = cute.make_tensor(rS.iterator, cute.make_layout((DS_CHUNK, half_q // DS_CHUNK)))
         for j in cutlass.range_constexpr(half_q // DS_CHUNK):
             rDp = key.dp.piece()  # (16)
@@ -221,16 +230,27 @@ def _step(
             words = _differentiate(variant, key, factors[None, j], rDp, (delta, j * DS_CHUNK))
             cute.copy(key.ds.copy, words, key.ds.tmem[None, None, j])
             rounded = cute.recast_tensor(words, variant.dtype)
-            first = key.first_query + j * DS_CHUNK
-            primitives.copy_row(rounded, x.smem.ds[key.row, None], first)
+            if const_expr(variant.plan.ctas == 1):
+                first = key.first_query + j * DS_CHUNK
+                primitives.copy_row(rounded, x.smem.ds[key.row, None], first)
+            else:
+                pieces.append(rounded)
+        if const_expr(variant.plan.ctas > 1):
+            ds.acquire()
+            for j in cutlass.range_constexpr(len(pieces)):
+                row = x.smem.ds_parts[key.row, None, key.place]
+                primitives.copy_row(pieces[j], row, j * DS_CHUNK)
         # HAZARD: dS in smem was written through the generic proxy, the tensor core reads through
         # the async one; in tensor memory, stores are not complete until waited for.
         cute.arch.fence_view_async_shared()
         cute.arch.fence_view_async_tmem_store()
         primitives.before_thread_sync()
-        _signal(pipes.ds)
+        _signal(ds)
+        if const_expr(variant.plan.ctas > 1):
+            ds.advance()
+            bwd_pair.send_ds(variant, x, key.place, pipes.half)
     stats_full.release()
-    return Ends(s, p, dp, stats)
+    return Ends(s, p, dp, ds, stats)
 
 
 def _shifted(tensor: cute.Tensor, columns: Int32 | int) -> cute.Tensor:
@@ -320,7 +340,7 @@ def _mask(
     """
     window = work.window
     at, first = where
-    number = work.tile.q_block * ROWS + key.row
+    number = first_key(variant, work.tile) + key.row
     first_row = at.q_block * variant.config.block_q + key.first_query + first
     rows = row_range(window, number, minimum=cutlass.min, maximum=cutlass.max)
     end = rows.hi if number < window.kv_len else 0
@@ -389,7 +409,7 @@ def _put_gradient(variant: cutlass.Constexpr, x: Context, key: Key, what: tuple,
     work, name = what
     values, first = piece
     array = x.arrays.dk if const_expr(name == "dk") else x.arrays.dv
-    number = work.tile.q_block * ROWS + key.row
+    number = first_key(variant, work.tile) + key.row
     if number < work.kv_slot:
         at = (work.kv_start + number, None, work.tile.kv_head, work.tile.batch)
         if x.scalars.splits == 1:

@@ -20,6 +20,7 @@ from jax_fa.kernels.sm100.bwd_work import (
     Products,
     Variant,
     make_products,
+    place_of_dq,
     slot_of,
 )
 from jax_fa.kernels.sm100.plan_bwd import ADD_STAGES, ADD_WARPS, ROWS, dq_overlays
@@ -361,7 +362,7 @@ def _add_tile(
     where: tuple,
     dq: PipelineConsumer,
 ) -> PipelineConsumer:
-    """Adds this warp's 32 rows of dQ of a query tile; returns the advanced end of dq."""
+    """Adds this warp's lanes of dQ of a query tile; returns the advanced end of dq."""
     work, at = where
     config, head_dim = variant.config, variant.key.head_dim
     thread, lane = cute.arch.thread_idx()[0] % edges.WARPGROUP, cute.arch.lane_idx()
@@ -404,8 +405,10 @@ def _add_tile(
         # one.
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        rows = first // width * ADD_WARPS + warp
-        place = (rows * width + first % width) * (edges.WARP // backward_rows.FLOATS)
+        rows, column = first // width * ADD_WARPS + warp, first % width
+        if const_expr(variant.plan.ctas > 1):
+            rows, column = place_of_dq(variant, warp, first)
+        place = (rows * width + column) * (edges.WARP // backward_rows.FLOATS)
         target = sums[None, place].iterator
         size_bytes = edges.WARP * config.add_columns * 4
         primitives.bulk_add(sPiece.iterator, target, size_bytes)
@@ -433,7 +436,7 @@ def _await_turn(variant: cutlass.Constexpr, x: Context, work: Work, at: Step):
         work.window, at.q_block, config.block_q, config.block_kv, maximum=cutlass.max
     )
     counter = _turns_of(variant, x, work, at)
-    before = (work.tile.q_block - first) * ADD_WARPS
+    before = (work.tile.q_block - first) * (ADD_WARPS * variant.plan.ctas)
     taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     while taken < before:
         taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")

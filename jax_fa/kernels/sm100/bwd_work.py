@@ -1,6 +1,6 @@
 """What the roles of the Blackwell backward share: bundles, operands, layouts."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -26,6 +26,11 @@ class Variant(NamedTuple):
         return self.key.mask == "general"
 
     @property
+    def p_moves(self) -> bool:
+        """P of the second warpgroup of attend lies over S of the first."""
+        return any(barrier.name == "read" for barrier in self.plan.barriers)
+
+    @property
     def dq_order(self) -> str:
         """Order of the sums of dQ (``backward_rows``)."""
         return "rows" if self.config.sweeps == 1 else "columns"
@@ -37,21 +42,41 @@ class Variant(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """Shared memory layouts."""
+    """Shared memory layouts; the last four are of a pair of CTAs."""
 
     k: cute.ComposedLayout  # (128, D)
     v: cute.ComposedLayout  # (128, Dv); of two sweeps, of either half: (128, Dv / 2, 2)
-    q: cute.ComposedLayout  # (block_q, D, q_stages)
-    dout: cute.ComposedLayout  # (block_q, Dv, dout_stages)
-    ds: cute.ComposedLayout  # (128 keys, block_q)
+    q: cute.ComposedLayout  # (block_q / ctas, D, q_stages)
+    dout: cute.ComposedLayout  # (block_q / ctas, Dv, dout_stages)
+    ds: cute.ComposedLayout  # (128 keys, block_q), of a pair (256 keys, 64 queries)
     dq: cute.Layout  # (4, lane, add_columns / 4, stage, warp), as in ``Scratch.dq_sum``
-    stats: cute.Layout  # (block_q, {lse2, delta}, q_stages)
+    stats: cute.Layout  # (block_q, {lse2, delta}, stages)
+    kt: cute.ComposedLayout | None = None  # (256, D / 2)
+    qt: cute.ComposedLayout | None = None  # (128, D / 2, q_stages)
+    dout_t: cute.ComposedLayout | None = None  # (128, Dv / 2, dout_stages)
+    ds_parts: cute.ComposedLayout | None = None  # (128 keys, 64 queries, {ds, ds, ds_out})
 
 
 def make_layouts(variant: Variant) -> Layouts:
     """The layouts of a variant's shared memory."""
     key, config, dtype = variant.key, variant.config, variant.dtype
-    fours = config.add_columns // FLOATS
+    fours, ctas = config.add_columns // FLOATS, variant.plan.ctas
+    stats = cute.make_layout((config.block_q, STATS, variant.plan.edge("stats").stages))
+    dq = cute.make_layout((FLOATS, edges.WARP, fours, ADD_STAGES, ADD_WARPS))
+    if ctas > 1:
+        shapes = {
+            "k": (ROWS, key.head_dim),
+            "v": (ROWS, key.value_dim),
+            "q": (ROWS // ctas, key.head_dim, config.q_stages),
+            "dout": (ROWS // ctas, key.value_dim, config.dout_stages),
+            "ds": (ROWS * ctas, ROWS // ctas),
+            "kt": (ROWS * ctas, key.head_dim // ctas),
+            "qt": (ROWS, key.head_dim // ctas, config.q_stages),
+            "dout_t": (ROWS, key.value_dim // ctas, config.dout_stages),
+            "ds_parts": (ROWS, ROWS // ctas, ctas + 1),
+        }
+        swizzled = {name: primitives.smem_layout(dtype, shape) for name, shape in shapes.items()}
+        return Layouts(**swizzled, dq=dq, stats=stats)
     v = (ROWS, key.value_dim) if config.sweeps == 1 else (ROWS, key.value_dim // 2, 2)
     return Layouts(
         k=primitives.smem_layout(dtype, (ROWS, key.head_dim)),
@@ -59,13 +84,13 @@ def make_layouts(variant: Variant) -> Layouts:
         q=primitives.smem_layout(dtype, (config.block_q, key.head_dim, config.q_stages)),
         dout=primitives.smem_layout(dtype, (config.block_q, key.value_dim, config.dout_stages)),
         ds=primitives.smem_layout(dtype, (ROWS, config.block_q)),
-        dq=cute.make_layout((FLOATS, edges.WARP, fours, ADD_STAGES, ADD_WARPS)),
-        stats=cute.make_layout((config.block_q, STATS, config.q_stages)),
+        dq=dq,
+        stats=stats,
     )
 
 
 class Smem(NamedTuple):
-    """Shared memory, as in ``Layouts``."""
+    """Shared memory, as in ``Layouts``; the last four are of a pair."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -76,6 +101,10 @@ class Smem(NamedTuple):
     stats: cute.Tensor
     scrub: cute.Pointer  # one mbarrier
     segment_rows: cute.Tensor  # (3,) kernels/segments.py
+    kt: Any = None
+    qt: Any = None
+    dout_t: Any = None
+    ds_parts: Any = None
 
 
 class Context(NamedTuple):
@@ -88,6 +117,13 @@ class Context(NamedTuple):
     order: tiles.Order
     smem: Smem
     tmem: cute.Pointer
+    lone_tma: Tma | None = None  # of a pair: counts at this CTA's barriers, not at the first's
+
+
+def first_key(variant: Variant, tile: tiles.Tile) -> Int32:
+    """Number in its sequence of this CTA's first key of a tile."""
+    ctas = variant.plan.ctas
+    return (tile.q_block * ctas + tiles.rank_in_cluster(ctas)) * ROWS
 
 
 class Product(NamedTuple):
@@ -124,10 +160,6 @@ def make_products(variant: Variant, x: Context) -> Products:
     dq_columns = key.head_dim if is_swept_once else block_q
     dq = primitives.make_umma(dtype, dq_columns, mn_major, a_major=mn_major)
 
-    def accumulator(mma: cute.TiledMma, name: str, columns: int, rows: int = ROWS) -> cute.Tensor:
-        layout = mma.make_fragment_C(mma.partition_shape_C((rows, columns))).layout
-        return cute.make_tensor(x.tmem + variant.plan.columns(name).start, layout)
-
     def a_in_smem(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
         return mma.make_fragment_A(mma.get_slice(0).partition_A(tile))
 
@@ -144,35 +176,43 @@ def make_products(variant: Variant, x: Context) -> Products:
     return Products(
         Product(
             scores,
-            accumulator(scores, "s", block_q),
+            accumulator(variant, x, scores, ("s", ROWS, block_q)),
             a_in_smem(scores, smem.k),
             b_in_smem(scores, smem.q),
         ),
         Product(
             scores,
-            accumulator(scores, "dp", block_q),
+            accumulator(variant, x, scores, ("dp", ROWS, block_q)),
             a_in_smem(scores, smem.v),
             b_in_smem(scores, smem.dout if is_swept_once else smem.q),
         ),
         Product(
             dv,
-            accumulator(dv, "dv", key.value_dim),
+            accumulator(variant, x, dv, ("dv", ROWS, key.value_dim)),
             halves(variant, x.tmem, dv, "p"),
             b_in_smem(dv, dout_rows),
         ),
         Product(
             dk,
-            accumulator(dk, "dk", key.head_dim),
+            accumulator(variant, x, dk, ("dk", ROWS, key.head_dim)),
             halves(variant, x.tmem, dk, "ds"),
             b_in_smem(dk, q_rows),
         ),
-        Product(dq, accumulator(dq, "dq", dq_columns, dq_rows), *dq_operands),
+        Product(dq, accumulator(variant, x, dq, ("dq", dq_rows, dq_columns)), *dq_operands),
     )
+
+
+def accumulator(variant: Variant, x: Context, mma: cute.TiledMma, what: tuple) -> cute.Tensor:
+    """A result in tensor memory; ``what`` is its (name, rows, columns)."""
+    name, *shape = what
+    layout = mma.make_fragment_C(mma.partition_shape_C(tuple(shape))).layout
+    return cute.make_tensor(x.tmem + variant.plan.columns(name).start, layout)
 
 
 def halves(variant: Variant, tmem: cute.Pointer, mma: cute.TiledMma, name: str) -> cute.Tensor:
     """P or dS, in tensor memory from ``tmem`` on, as A operand, in two halves."""
-    half = mma.make_fragment_A(mma.partition_shape_A((ROWS, variant.config.half_q))).layout
+    rows = ROWS * variant.plan.ctas
+    half = mma.make_fragment_A(mma.partition_shape_A((rows, variant.config.half_q))).layout
     *modes, slabs = half.shape
     *strides, slab = half.stride
     first, second = (variant.plan.columns(f"{name}{i}").start for i in range(2))
@@ -180,6 +220,17 @@ def halves(variant: Variant, tmem: cute.Pointer, mma: cute.TiledMma, name: str) 
     layout = cute.make_layout((*modes, (slabs, 2)), stride=(*strides, (slab, gap)))
     pointer = cute.recast_ptr(tmem + first, dtype=variant.dtype)
     return cute.make_tensor(pointer, layout)
+
+
+def place_of_dq(variant: Variant, warp: Int32, column: int) -> tuple[Int32, Int32]:
+    """Which 32 rows of a query tile a warp of a pair adds to, and where in them its ``column`` is.
+
+    Two warps share 32 of the CTA's 64 rows: Note [dQ overwrites half of S].
+    """
+    ctas = variant.plan.ctas
+    groups = ADD_WARPS // ctas
+    rows = tiles.rank_in_cluster(ctas) * groups + warp % groups
+    return rows, warp // groups * (variant.key.head_dim // ctas) + column
 
 
 def slot_of(variant: Variant, scratch: Scratch, row: Int32, head: Int32) -> cute.Tensor:

@@ -6,7 +6,7 @@ by queries: lane r of tensor memory holds key r, so P and dS lie there as dV += 
 dS^T Q want their A operand, and neither leaves tensor memory for them. Only dQ = dS K, which sums
 over keys, wants dS in shared memory. Sixteen warps, one CTA per SM: one warpgroup takes dQ away,
 two turn S into P and dP into dS, single warps multiply and load (kernel design after
-FlashAttention-4, arXiv:2603.05451).
+FlashAttention-4, arXiv:2603.05451). With D = 128, CTAs work in pairs.
 
 # Note [Halves]
 The first warpgroup of the role attend works on the first half of the queries of a tile, the second
@@ -27,7 +27,7 @@ One buffer is enough: dP of a tile is issued after dQ of the tile before, so who
 dp knows that dQ has retired, and with it the last reader of dS.
 
 # Note [dQ overwrites dP]
-From D = 128 on, all four accumulators and dQ do not fit 512 columns, and dQ takes the place of dP
+From D = 96 on, all four accumulators and dQ do not fit 512 columns, and dQ takes the place of dP
 and dS. dK, which reads dS, is issued before. The next dP is issued once dQ is in registers: the
 role add has room for all of its row, and hands the columns back before it writes a word to shared
 memory. With smaller heads dQ has columns of its own, and only the next dQ waits.
@@ -67,6 +67,7 @@ from jax_fa.kernels.edges import (
     Edge,
     NamedBarrier,
     Plan,
+    PlanError,
     Role,
     TmemRange,
     check,
@@ -88,6 +89,10 @@ WORDS_BYTES = 24
 """One more mbarrier, the address of tensor memory, three words (``kernels/segments.py``)."""
 
 
+STATS_STAGES = 2
+"""Query rows' statistics in shared memory of a pair: the next are there when S is."""
+
+
 def dq_overlays(key: KernelKey) -> str:
     """What dQ has no columns beside: "" for nothing, "dp", or "s" and "dp".
 
@@ -103,6 +108,8 @@ def dq_overlays(key: KernelKey) -> str:
 
 def backward_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
     """The checked plan of the backward kernel for ``key`` under ``config``."""
+    if config.ctas == 2:
+        return _pair_plan(key, config)
     key_bytes, value_bytes = key.head_dim * ELEMENT_BYTES, key.value_dim * ELEMENT_BYTES
     add_bytes = ROWS * config.add_columns * FLOAT_BYTES
     others, read = config.other_registers, "read" if config.sweeps == 1 else ""
@@ -256,19 +263,122 @@ def _halves(
     return tuple(TmemRange(f"{name}{i}", start, columns, *over) for i, start in enumerate(starts))
 
 
+def _pair_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
+    """The plan of two CTAs that share their products: Note [A pair of CTAs]."""
+    sizes = key.head_dim, key.value_dim, config.block_q, config.block_kv
+    if sizes != (ROWS, ROWS, ROWS, 2 * ROWS):
+        raise PlanError(f"a pair takes D, Dv, block_q, block_kv of 128, 128, 128, 256, not {sizes}")
+    tile = ROWS * ROWS * ELEMENT_BYTES
+    others = config.other_registers
+    plan = Plan(
+        roles=(
+            Role("add", range(0, 4), config.add_registers),
+            Role("attend", range(4, 12), config.attend_registers),
+            Role("mma", range(12, 13), others, leader_only=True),
+            Role("load", range(13, 14), others),
+            Role("relay", range(14, 15), others),
+            Role("idle", range(15, 16), others),
+        ),
+        edges=(*_pair_loaded_edges(tile, _stats_bytes(config)), *_pair_score_edges(tile // 2)),
+        buffers=(
+            *(Buffer(name, tile) for name in ("k", "v", "kt")),
+            *(Buffer(name, tile // 2) for name in ("q", "qt", "dout", "dout_t")),
+            Buffer("ds", tile),
+            Buffer("ds_out", tile // 2),
+            Buffer("dq", ADD_STAGES * ROWS * config.add_columns * FLOAT_BYTES),
+            Buffer("stats", STATS_STAGES * _stats_bytes(config)),
+            Buffer("words", WORDS_BYTES),
+        ),
+        barriers=(
+            NamedBarrier("read", 1, 8 * WARP, "all of S is in registers"),
+            NamedBarrier("out", 2, 4 * WARP, "what is sent of dS is in smem"),
+        ),
+        smem_capacity_bytes=SMEM_CAPACITY_BYTES,
+        tmem=_tmem_of_pair(config),
+        ctas=2,
+    )
+    check(plan)
+    return plan
+
+
+def _pair_loaded_edges(tile_bytes: int, stats_bytes: int) -> tuple[Edge, ...]:
+    """What TMA brings to each CTA of a pair; in the order of the role load."""
+    half = tile_bytes // 2
+    return (
+        Edge("k", "load", "mma", 1, tile_bytes, "keys in smem", "last S retired", "tma_umma"),
+        Edge("q", "load", "mma", 1, half, "64 queries in smem", "S retired", "tma_umma"),
+        Edge("stats", "load", "attend", STATS_STAGES, stats_bytes, "lse2, delta in smem", "read"),
+        Edge("v", "load", "mma", 1, tile_bytes, "values in smem", "last dP retired", "tma_umma"),
+        Edge("dout", "load", "mma", 1, half, "64 rows of dO in smem", "dP retired", "tma_umma"),
+        Edge(
+            "dout_t", "load", "mma", 1, half, "64 columns of dO in smem", "dV retired", "tma_umma"
+        ),
+        Edge(
+            "kt",
+            "load",
+            "mma",
+            1,
+            tile_bytes,
+            "64 columns of the pair's keys in smem",
+            "last dQ retired",
+            "tma_umma",
+        ),
+        Edge("qt", "load", "mma", 1, half, "64 columns of q in smem", "dK retired", "tma_umma"),
+    )
+
+
+def _pair_score_edges(half_bytes: int) -> tuple[Edge, ...]:
+    """Between tensor core and threads of a pair, and from CTA to CTA."""
+    return (
+        Edge("s", "mma", "attend", 1, 0, "S in TMEM", "", "umma"),
+        Edge("p", "attend", "mma", 1, 0, "P in TMEM, all of S read", "", "threads"),
+        Edge("dp", "mma", "attend", 1, 0, "dP in TMEM", "", "umma"),
+        Edge(
+            "ds",
+            "attend",
+            "mma",
+            1,
+            0,
+            "dS in TMEM, own half in smem, all of dP read",
+            "dQ retired",
+            "threads_umma",
+        ),
+        Edge("half", "attend", "relay", 1, half_bytes, "the other CTA's half of dS in smem", ""),
+        Edge("halves", "relay", "mma", 1, 0, "both CTAs have both halves", "", "threads"),
+        Edge("dq", "mma", "add", 1, 0, "dQ in TMEM", "dQ in registers", "umma"),
+        Edge("dv", "mma", "attend", 1, 0, "all dV of a tile retired", "read", "umma"),
+        Edge("dk", "mma", "attend", 1, 0, "all dK of a tile retired", "read", "umma"),
+    )
+
+
+def _tmem_of_pair(config: BlackwellBackward) -> tuple[TmemRange, ...]:
+    """S dV dP dK of a CTA's 128 keys; P and, of 64 queries, dQ share the columns of S."""
+    why = "Note [dQ overwrites half of S]"
+    dv, dp, dk, half = ROWS, 2 * ROWS, 3 * ROWS, config.half_q
+    return (
+        TmemRange("s", 0, ROWS),
+        TmemRange("dv", dv, ROWS),
+        TmemRange("dp", dp, ROWS),
+        TmemRange("dk", dk, ROWS),
+        TmemRange("dq", half, half, "s", why),
+        *_halves(config, "p", (0, _half_words(config)), ("s", why)),
+        *_halves(config, "ds", (dp, dp + half), ("dp", "Note [P overwrites S]")),
+    )
+
+
 def main() -> None:
-    """Prints the ledgers of the bfloat16 kernels of D = 128 and 256, and what bounds them."""
+    """Prints the ledgers of bfloat16 kernels: one CTA, a pair, two sweeps; and what bounds them."""
     gpu = roofline.gpu_of("sm100")
-    for head_dim in (128, 256):
+    for head_dim in (96, 128, 256):
         key = KernelKey("sm_100f", "bfloat16", head_dim, head_dim, "causal")
         config, heads = blackwell_backward(key), (key.head_dim, key.value_dim)
-        smem = roofline.backward_smem_cycles(gpu, heads, sweeps=config.sweeps)
-        bound = roofline.backward(gpu, heads, sweeps=config.sweeps)
+        shared = {"ctas": config.ctas, "sweeps": config.sweeps}
+        smem = roofline.backward_smem_cycles(gpu, heads, config.staged, **shared)
+        bound = roofline.backward(gpu, heads, config.staged, **shared)
         lines = [f"{count:6.0f}  {what}" for what, count in smem.items()]
-        lines.append(
-            f"{bound.smem:6.0f}  of smem, {bound.mma:.0f} of MMA per 128 x 128 tile (model)"
-        )
-        print("\n".join([ledger(backward_plan(key, config)), *lines]))  # noqa: T201
+        sums = f"{bound.smem:6.0f}  of smem, {bound.mma:.0f} of MMA per 128 x 128 tile (model)"
+        text = [f"D = {head_dim}", ledger(backward_plan(key, config)), *lines, sums]
+        print("\n".join(text), end="\n\n")  # noqa: T201
 
 
 if __name__ == "__main__":
