@@ -6,7 +6,7 @@ tile has a single segment, and everything between the two belongs to it, as with
 than a tile, blocks within need no comparison of segments at all.
 
 The CTA scans together, once for its tile; the result is ``WORDS`` integers of shared memory: first
-match, last match + 1, and the number of matches, or 0 if the tile has several segments.
+match, last match + 1, the number of matches, or 0 if the tile has several segments, and a 0.
 """
 
 import cutlass
@@ -16,7 +16,8 @@ from cutlass import Int32
 from jax_fa.band import UNBOUNDED, ceil_div
 from jax_fa.kernels import edges, tiles
 
-WORDS = 3
+WORDS = 4
+"""One more than are used: the compiler reads three as a vector of four."""
 _NONE = 0x7FFFFFFF
 """Larger than any segment, as a minimum to start from."""
 
@@ -26,6 +27,7 @@ def reset(found: cute.Tensor) -> None:
     found[0] = Int32(UNBOUNDED)
     found[1] = Int32(0)
     found[2] = Int32(0)
+    found[3] = Int32(0)
 
 
 @cute.jit

@@ -100,7 +100,7 @@ class Smem(NamedTuple):
     dq: cute.Tensor
     stats: cute.Tensor
     scrub: cute.Pointer  # one mbarrier
-    segment_rows: cute.Tensor  # (3,) kernels/segments.py
+    segment_rows: cute.Tensor  # (4,) kernels/segments.py
     kt: Any = None
     qt: Any = None
     dout_t: Any = None

@@ -44,7 +44,7 @@ class Smem(NamedTuple):
     out: cute.Tensor  # (128, out_columns, 2)
     stats: cute.Tensor  # (128, 2, q_tiles) row, {shrink or sum, maximum}, query tile
     scrub: cute.Pointer  # one mbarrier
-    segment_keys: cute.Tensor  # (3,) kernels/segments.py
+    segment_keys: cute.Tensor  # (4,) kernels/segments.py
 
 
 class Context(NamedTuple):

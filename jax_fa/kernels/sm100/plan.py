@@ -78,7 +78,7 @@ from jax_fa.kernels.edges import (
 SMEM_CAPACITY_BYTES = 227 * 1024
 FIRST_PAGE_BYTES = 1024
 """Mbarriers and single words share the first page of shared memory; swizzled tiles start behind."""
-WORDS_BYTES = 24
+WORDS_BYTES = 28
 """One more mbarrier, the address of tensor memory, what is known of segments."""
 ELEMENT_BYTES = 2
 FLOAT_BYTES = 4

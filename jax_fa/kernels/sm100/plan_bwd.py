@@ -85,8 +85,8 @@ STATS = 2
 ADD_STAGES = 2
 """Pieces of dQ in shared memory, by warp."""
 ADD_WARPS = 4
-WORDS_BYTES = 24
-"""One more mbarrier, the address of tensor memory, three words (``kernels/segments.py``)."""
+WORDS_BYTES = 28
+"""One more mbarrier, the address of tensor memory, four words (``kernels/segments.py``)."""
 
 
 STATS_STAGES = 2

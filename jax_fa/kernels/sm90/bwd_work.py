@@ -92,7 +92,7 @@ class Smem(NamedTuple):
     p: cute.Tensor  # the same; the memory of ds where consumers own keys, and unused
     lse2: cute.Tensor  # (block_q, q_stages)
     delta: cute.Tensor  # (block_q, dout_stages)
-    segment_rows: cute.Tensor  # (3,) kernels/segments.py
+    segment_rows: cute.Tensor  # (4,) kernels/segments.py
 
 
 class Context(NamedTuple):

@@ -34,7 +34,7 @@ class Smem(NamedTuple):
     k: cute.Tensor  # (block_kv, D, stages)
     v: cute.Tensor  # (block_kv, Dv, stages)
     scrub: cute.Pointer  # one mbarrier
-    segment_keys: cute.Tensor  # (3,) kernels/segments.py
+    segment_keys: cute.Tensor  # (4,) kernels/segments.py
 
 
 class Context(NamedTuple):
