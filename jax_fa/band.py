@@ -218,21 +218,6 @@ def row_range(
     )
 
 
-def first_kv_block(
-    window: Window,
-    q_block: Any,
-    block_kv: int,
-    block_q: int,
-    *,
-    maximum: Callable[..., Any] = max,
-) -> Any:
-    """The first key block among whose ``q_blocks`` is ``q_block``, if any of them has it.
-
-    Those that have it are consecutive, so this numbers them: it gives every key block its turn.
-    """
-    return maximum(0, q_block * block_q - window.left + window.shift) // block_kv
-
-
 def last_kv_block(
     window: Window,
     q_block: Any,
@@ -241,6 +226,9 @@ def last_kv_block(
     *,
     minimum: Callable[..., Any] = min,
 ) -> Any:
-    """The last of the key blocks whose first is ``first_kv_block``."""
+    """The last key block among whose ``q_blocks`` is ``q_block``, if any of them has it.
+
+    Those that have it are consecutive, so this numbers them: it gives every key block its turn.
+    """
     last_row = q_block * block_q + (block_q - 1)
     return minimum(last_row + window.right + window.shift, window.kv_len - 1) // block_kv

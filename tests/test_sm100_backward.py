@@ -264,20 +264,31 @@ def test_gradients_are_right_where_queries_are_swept_twice(kernels, completion, 
 @needs_dsl
 @needs_compiler
 @compiles
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "in_turn"])
 @pytest.mark.parametrize("case", [EVERYTHING, STRANGERS], ids=str)
-def test_gradients_are_right_where_everything_hides_keys(kernels, case):
-    got, wanted, *_ = call(kernels(96, "general"), replace(case, head_dim=96))
+def test_gradients_are_right_where_everything_hides_keys(kernels, case, deterministic):
+    case = replace(case, head_dim=96)
+    got, wanted, *_ = call(kernels(96, "general"), case, deterministic=deterministic)
     assert_close(got, wanted, "bfloat16")
 
 
 @needs_dsl
 @needs_compiler
 @compiles
-def test_deterministic_gradients_have_the_same_bits_under_any_schedule(kernels):
-    case = Case("deep", q_len=130, kv_len=500, heads=1, kv_heads=1)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("deep", q_len=130, kv_len=500, heads=1, kv_heads=1),
+        Case("causal", q_len=260, kv_len=400, heads=1, kv_heads=1, head_dim=96, is_causal=True),
+    ],
+    ids=str,
+)
+def test_deterministic_gradients_have_the_same_bits_under_any_schedule(kernels, case):
+    """On fewer multiprocessors than there are tiles that wait for each other."""
+    built = kernels(case.head_dim, "causal" if case.is_causal else "full")
     options = Options(resident=3)
     runs = [
-        call(kernels(64, "full"), case, seed=seed, deterministic=True, num_sms=4, options=options)
+        call(built, case, seed=seed, deterministic=True, num_sms=4, options=options)
         for seed in range(10)
     ]
     first, wanted, _, sums = runs[0]

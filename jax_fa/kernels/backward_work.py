@@ -1,7 +1,22 @@
 """What the backward kernels of all architectures share: bundles, what there is to do for a tile.
 
 A tile is ``block_kv`` keys of one key/value head; its work is a sweep over query blocks, newest
-first, of all query heads of the group. Variants and contexts: ``kernels/forward_work.py``.
+first, of all query heads of the group; in a deterministic run oldest first. Variants and contexts:
+``kernels/forward_work.py``.
+
+Note [Turns]
+In a deterministic run the key blocks that see a query block add to its dQ in a fixed order: from
+the last of them to the first, counted in ``Scratch.turns``. From one addition to the next passes a
+time of the order of a step (on an H200, D = 256, about 3 us). So the order of work must give every
+key block a later start than its predecessor, or waiting makes up for it. Hence, in a deterministic
+run, steps ascend, and tiles are handed out by the hardware, the last key block of a head first:
+under a causal mask it has the fewest queries, which makes room for the next; and its first query
+block is one that the next does not begin with.
+Descending from the first key block, longest tiles first, as other runs do, all key blocks begin
+with the same query block: on an H200, D = 256, causal, deterministic runs of T = 1024 to 16384 then
+took 45 to 51 % longer than others; like this 8 to 17 % (D = 128: 21 to 24 %, D = 64: 14 to 17 %).
+HAZARD: a tile waits for tiles that come before it in the order of work: for CTAs of a lower index,
+which the hardware starts no later. So none waits for a tile that cannot start.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, q_blocks
+from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, last_kv_block, q_blocks
 from jax_fa.kernels import backward_rows, segments, tiles
 from jax_fa.kernels.whole import whole_blocks
 
@@ -77,6 +92,8 @@ class Work(NamedTuple):
         first_head: its first query head.
         num_heads: its query heads.
         num_steps: query blocks of all its heads.
+        first_block: the query block that its sweep begins with.
+        stride: from a query block to the next: 1 in a deterministic run, else -1.
     """
 
     tile: tiles.Tile
@@ -90,6 +107,8 @@ class Work(NamedTuple):
     first_head: Int32
     num_heads: Int32
     num_steps: Int32
+    first_block: Int32
+    stride: Int32
 
 
 class Step(NamedTuple):
@@ -107,28 +126,23 @@ class Step(NamedTuple):
 
 
 @cute.jit
-def tile_at(
-    variant: cutlass.Constexpr, x: Any, slot: Int32, ascends: cutlass.Constexpr[bool] = False
-) -> tiles.Tile:
+def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
     """The tile at a position of this CTA's list.
 
-    The first key block comes first: with a causal mask it has the most queries, and it waits for
-    no other in a deterministic run whose steps do not ascend. ``ascends`` says that a deterministic
-    run's do (Note [Turns] in ``sm90/bwd_roles.py``); its last key block comes first.
+    The first key block comes first: with a causal mask it has the most queries. In a deterministic
+    run the last one does: Note [Turns].
     """
     ctas = variant.plan.ctas
     tile = tiles.row_order(x.order, slot, ctas)
     if const_expr(variant.key.mask == "causal"):
         tile = tiles.longest_first(x.order, slot, ctas)
-        if const_expr(ascends):
-            if x.scalars.deterministic != 0:
-                tile = tiles.one_per_cta(x.order, slot, ctas)
+        if x.scalars.deterministic != 0:
+            tile = tiles.one_per_cta(x.order, slot, ctas)
     if const_expr(variant.is_general):
         tile = tiles.one_per_cta(x.order, slot, ctas)
     block = x.order.num_q_blocks - 1 - tile.q_block
-    if const_expr(ascends):
-        if x.scalars.deterministic != 0:
-            block = tile.q_block
+    if x.scalars.deterministic != 0:
+        block = tile.q_block
     return tile._replace(q_block=block)
 
 
@@ -179,6 +193,9 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
     first = tile.q_head % scalars.splits * per_part
     num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)
     q_start = span.kv_start
+    first_block, stride = blocks.end - 1, Int32(-1)
+    if scalars.deterministic != 0:
+        first_block, stride = blocks.start, Int32(1)
     return Work(
         tile,
         window,
@@ -193,16 +210,16 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
         tile.kv_head * scalars.group + first,
         num_heads,
         num_heads * (blocks.end - blocks.start),
+        first_block,
+        stride,
     )
 
 
 @cute.jit
-def find_segment_rows(
-    variant: cutlass.Constexpr, x: Any, ascends: cutlass.Constexpr[bool] = False
-) -> None:
+def find_segment_rows(variant: cutlass.Constexpr, x: Any) -> None:
     """Narrows the tile's queries by segments, into ``smem.segment_rows``. The whole CTA calls."""
     scalars, config = x.scalars, variant.config
-    tile, span, window, blocks = band_of(variant, x, tile_at(variant, x, Int32(0), ascends))
+    tile, span, window, blocks = band_of(variant, x, tile_at(variant, x, Int32(0)))
     keys = scalars.kv_segments + (tile.batch * scalars.keys.q_len + span.q_start)
     rows = scalars.q_segments + (tile.batch * scalars.keys.kv_len + span.kv_start)
     first_key = tile.q_block * config.block_kv
@@ -212,23 +229,51 @@ def find_segment_rows(
     segments.scan(x.smem.segment_rows, rows, searched, wanted, variant.plan.threads)
 
 
-def first_step(work: Work, parity: Int32, ascends: bool = False) -> Step:
-    """Where a tile begins: at its last query block, or at its first if steps ascend."""
-    block = work.blocks.start if ascends else work.blocks.end - 1
-    return Step(block, work.first_head, parity)
+def first_step(work: Work, parity: Int32) -> Step:
+    """Where a tile begins."""
+    return Step(work.first_block, work.first_head, parity)
 
 
 @cute.jit
-def following(work: Work, at: Step, ascends: cutlass.Constexpr[bool] = False) -> Step:
-    """The step after ``at``: the next head, or the query block before, or behind if they ascend."""
+def following(work: Work, at: Step) -> Step:
+    """The step after ``at``: the next head, or the first of the next query block."""
     head = at.head + 1
     is_last = head == work.first_head + work.num_heads
-    block = at.q_block + (1 if ascends else -1)
     return Step(
-        block if is_last else at.q_block,
+        at.q_block + work.stride if is_last else at.q_block,
         work.first_head if is_last else head,
         1 - at.parity,
     )
+
+
+def _turns_of(variant: Any, x: Any, work: Work, at: Step) -> cute.Pointer:
+    """Counts what has been added to the dQ of a query block."""
+    row = work.scratch_row // variant.config.block_q + at.q_block
+    return x.scratch.turns.iterator + (at.head * cute.size(x.scratch.turns, mode=[0]) + row)
+
+
+@cute.jit
+def await_turn(
+    variant: cutlass.Constexpr, x: Any, work: Work, at: Step, parts: cutlass.Constexpr[int]
+):
+    """Waits until all ``parts`` of every key block before this one are added: Note [Turns]."""
+    config = variant.config
+    last = last_kv_block(
+        work.window, at.q_block, config.block_kv, config.block_q, minimum=cutlass.min
+    )
+    counter = _turns_of(variant, x, work, at)
+    before = (last - work.tile.q_block) * parts
+    taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    while taken < before:
+        taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+
+
+@cute.jit
+def pass_turn(variant: cutlass.Constexpr, x: Any, work: Work, at: Step):
+    """Counts one part that has been added, after all that this warp did. Called by whole warps."""
+    if cute.arch.lane_idx() == 0:
+        counter = _turns_of(variant, x, work, at)
+        cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
 
 def exchanged(sequences: tiles.Sequences) -> tiles.Sequences:

@@ -231,10 +231,8 @@ def backward_arrays(
 
 
 @cute.jit
-def backward_order(
-    variant: cutlass.Constexpr, call: BackwardCall, ascends: cutlass.Constexpr[bool] = False
-) -> tuple:
-    """(work order, CTAs to launch); ``ascends`` as for ``backward_work.tile_at``."""
+def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tuple:
+    """(work order, CTAs to launch); see Note [Turns] in ``backward_work.py``."""
     scalars, num_sms, ctas = call.scalars, call.num_sms, variant.plan.ctas
     if const_expr(ctas > 1):
         # From here on a cluster, whose CTAs share every tile, is one.
@@ -261,7 +259,7 @@ def backward_order(
     num_ctas = cutlass.min(num_sms, order.num_heads * num_kv_blocks)
     if const_expr(variant.is_general):
         num_ctas = order.num_heads * num_kv_blocks
-    if const_expr(ascends and variant.key.mask == "causal"):
+    if const_expr(variant.key.mask == "causal"):
         if scalars.deterministic != 0:
             num_ctas = order.num_heads * num_kv_blocks
     return order, num_ctas * ctas

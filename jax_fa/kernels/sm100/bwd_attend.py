@@ -139,15 +139,15 @@ def _sweep(
     ``ends`` is (pipes, their ends that advance); returns the latter, advanced.
     """
     pipes, held = ends
-    _, full_start, full_end, end = work.blocks
-    after = (end - full_end) * work.num_heads
-    full = (full_end - full_start) * work.num_heads
+    start, full_start, full_end, end = work.blocks
+    leading = end - full_end if work.stride < 0 else full_start - start
+    leading, full = leading * work.num_heads, (full_end - full_start) * work.num_heads
     if work.is_partial:
-        after, full = work.num_steps, Int32(0)
+        leading, full = work.num_steps, Int32(0)
     at = first_step(work, Int32(0))
     # Loops of their own: if one loop asked each tile whether to mask it, the compiler would issue
     # the instructions of the mask under a predicate for all of them.
-    for _ in cutlass.range(after, unroll=1):
+    for _ in cutlass.range(leading, unroll=1):
         held = _step(variant, (made, True), x, key, (work, at), (pipes, held))
         at = following(work, at)
     if const_expr(variant.key.mask_mod is None):
@@ -155,7 +155,7 @@ def _sweep(
             held = _step(variant, (made, False), x, key, (work, at), (pipes, held))
             at = following(work, at)
     if const_expr(variant.key.mask != "full" and variant.key.mask_mod is None):
-        for _ in cutlass.range(work.num_steps - after - full, unroll=1):
+        for _ in cutlass.range(work.num_steps - leading - full, unroll=1):
             held = _step(variant, (made, True), x, key, (work, at), (pipes, held))
             at = following(work, at)
     return held

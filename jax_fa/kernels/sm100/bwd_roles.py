@@ -11,14 +11,21 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.band import first_kv_block
 from jax_fa.kernels import backward_rows, edges, primitives
-from jax_fa.kernels.backward_work import Step, Work, first_step, following, tile_at, work_on
+from jax_fa.kernels.backward_work import (
+    Step,
+    Work,
+    await_turn,
+    first_step,
+    following,
+    pass_turn,
+    tile_at,
+    work_on,
+)
 from jax_fa.kernels.sm100.bwd_work import (
     Context,
     Product,
     Products,
-    Variant,
     make_products,
     place_of_dq,
     slot_of,
@@ -390,7 +397,7 @@ def _add_tile(
             with cute.arch.elect_one():
                 full.release()
         if const_expr(deterministic and j == 0):
-            _await_turn(variant, x, work, at)
+            await_turn(variant, x, work, at, ADD_WARPS * variant.plan.ctas)
         stage = j % ADD_STAGES
         # The piece before last was in the same place; the last one may still be on its way.
         cute.arch.cp_async_bulk_wait_group(ADD_STAGES - 1, read=True)
@@ -418,37 +425,11 @@ def _add_tile(
     return dq
 
 
-def _turns_of(variant: Variant, x: Context, work: Work, at: Step) -> cute.Pointer:
-    """Counts the warps that have added to a query tile."""
-    tile = work.scratch_row // variant.config.block_q + at.q_block
-    return x.scratch.turns.iterator + (at.head * cute.size(x.scratch.turns, mode=[0]) + tile)
-
-
-@cute.jit
-def _await_turn(variant: cutlass.Constexpr, x: Context, work: Work, at: Step):
-    """In a deterministic run, lets key blocks add to a query tile's dQ in their order.
-
-    All tiles walk from the last query tile to the first. Under a causal mask the first key block
-    has the longest way and the first turn everywhere, so waiting hardly lengthens the whole.
-    """
-    config = variant.config
-    first = first_kv_block(
-        work.window, at.q_block, config.block_q, config.block_kv, maximum=cutlass.max
-    )
-    counter = _turns_of(variant, x, work, at)
-    before = (work.tile.q_block - first) * (ADD_WARPS * variant.plan.ctas)
-    taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    while taken < before:
-        taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-
-
 @cute.jit
 def _pass_turn(variant: cutlass.Constexpr, x: Context, work: Work, at: Step):
-    """Tells the next key block that this warp has added."""
+    """Tells the next key block that this warp has added: Note [Turns] in ``backward_work.py``."""
     # HAZARD: all that was added must be there, not only on its way, before the next one's turn.
     cute.arch.cp_async_bulk_wait_group(0)
     cute.arch.sync_warp()
     cute.arch.fence_acq_rel_gpu()
-    if cute.arch.lane_idx() == 0:
-        counter = _turns_of(variant, x, work, at)
-        cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+    pass_turn(variant, x, work, at)

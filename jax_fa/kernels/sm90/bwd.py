@@ -89,7 +89,7 @@ def kernel(
     x = Context(tma, arrays, scratch, scalars, order, smem)
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
-            find_segment_rows(variant, x, ascends=True)
+            find_segment_rows(variant, x)
             cute.arch.sync_threads()
     if warp < plan.role("attend").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
@@ -111,7 +111,7 @@ def make_entry(key: KernelKey, config: HopperBackward):
 def launch(variant: cutlass.Constexpr, call: host.BackwardCall):
     """Describes the arrays to TMA and launches the main kernel."""
     tma, arrays = host.backward_arrays(variant, call, make_layouts(variant))
-    order, num_ctas = host.backward_order(variant, call, ascends=True)
+    order, num_ctas = host.backward_order(variant, call)
     kernel(variant, tma, arrays, call.scratch, call.scalars, order).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),

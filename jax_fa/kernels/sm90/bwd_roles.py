@@ -1,29 +1,22 @@
-"""The roles of the Hopper backward: load, attend, keep_turns. ``bwd.py`` has the picture.
-
-Note [Turns]
-In a deterministic run the key blocks that see a query block add to its dQ in a fixed order: from
-the last of them to the first, counted in ``Scratch.turns``. From one addition to the next passes a
-time of the order of a step (on an H200, D = 256, about 3 us). So the order of work must give every
-key block a later start than its predecessor, or waiting makes up for it. Hence, in a deterministic
-run, steps ascend, and tiles are handed out by the hardware, the last key block of a head first:
-under a causal mask it has the fewest queries, which makes room for the next; and its first query
-block is one that the next does not begin with.
-Descending from the first key block, longest tiles first, as other runs do, all key blocks begin
-with the same query block: with D = 256, causal, deterministic runs of T = 1024 to 16384 then took
-45 to 51 % longer than others; now 8 to 17 % (D = 128: 21 to 24 %, D = 64: 14 to 17 %). A second
-warp, that hands a turn on while the first awaits the next, took nothing off that.
-HAZARD: a tile waits for tiles that come before it in the order of work: for CTAs of a lower index,
-which the hardware starts no later. So none waits for a tile that cannot start.
-"""
+"""The roles of the Hopper backward: load, attend, keep_turns. ``bwd.py`` has the picture."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from jax_fa.band import last_kv_block, row_range
+from jax_fa.band import row_range
 from jax_fa.kernels import backward_rows, edges, primitives, softmax, tiles
-from jax_fa.kernels.backward_work import Step, Work, first_step, following, tile_at, work_on
+from jax_fa.kernels.backward_work import (
+    Step,
+    Work,
+    await_turn,
+    first_step,
+    following,
+    pass_turn,
+    tile_at,
+    work_on,
+)
 from jax_fa.kernels.sm90.bwd_work import Consumer, Context, Pipes, Variant
 from jax_fa.kernels.sm90.plan import ROWS
 
@@ -32,7 +25,7 @@ from jax_fa.kernels.sm90.plan import ROWS
 def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
     """Fetches a tile's keys and values, and for each of its heads all query blocks. One warp."""
     k, v, q, dout = pipes.k, pipes.v, pipes.q, pipes.dout
-    tile = tile_at(variant, x, Int32(0), ascends=True)
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         if work.num_steps > 0:
@@ -40,17 +33,15 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
             load_keys(variant, (x.tma.k, x.arrays.k, x.smem.k), work, slot)
             slot = v.acquire_and_advance()
             load_keys(variant, (x.tma.v, x.arrays.v, x.smem.v), work, slot)
-            block, stride = work.blocks.end - 1, Int32(-1)
-            if x.scalars.deterministic != 0:
-                block, stride = work.blocks.start, Int32(1)
+            block = work.first_block
             for _ in cutlass.range(work.blocks.end - work.blocks.start, unroll=1):
                 for head in cutlass.range(work.num_heads, unroll=1):
                     slot = q.acquire_and_advance()
                     load_queries(variant, x, work, (head, block), slot)
                     slot = dout.acquire_and_advance()
                     load_douts(variant, x, work, (head, block), slot)
-                block = block + stride
-        tile = tile_at(variant, x, tile.slot + 1, ascends=True)
+                block = block + work.stride
+        tile = tile_at(variant, x, tile.slot + 1)
     # HAZARD: the CTA may not end while consumers still have arrivals to make here.
     k.tail()
     v.tail()
@@ -113,7 +104,7 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
     c = make_consumer(variant, x, index, thread % edges.WARPGROUP)
     k, v, q, dout = pipes.k, pipes.v, pipes.q, pipes.dout
     parity = Int32(0)
-    tile = tile_at(variant, x, Int32(0), ascends=True)
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         c.dk.fill(0.0)
@@ -128,10 +119,9 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
                     scrub(variant, c, x.smem.v, used)
             at = first_step(work, parity)
             if x.scalars.deterministic != 0:
-                at = first_step(work, parity, ascends=True)
                 for _ in cutlass.range(work.num_steps, unroll=1):
                     q, dout = step(variant, True, x, c, (q, dout), (work, at))
-                    at = following(work, at, ascends=True)
+                    at = following(work, at)
             else:
                 for _ in cutlass.range(work.num_steps, unroll=1):
                     q, dout = step(variant, False, x, c, (q, dout), (work, at))
@@ -140,7 +130,7 @@ def attend(variant: cutlass.Constexpr, x: Context, pipes: Pipes):
             v_full.release()
             k_full.release()
         store(variant, x, c, work)
-        tile = tile_at(variant, x, tile.slot + 1, ascends=True)
+        tile = tile_at(variant, x, tile.slot + 1)
 
 
 @cute.jit
@@ -349,33 +339,25 @@ def mask_segments(x: Context, c: Consumer, work: Work, at: tuple):
 
 @cute.jit
 def keep_turns(variant: cutlass.Constexpr, x: Context):
-    """In a deterministic run, says when dQ may be added: Note [Turns]. One warp."""
-    config, plan = variant.config, variant.plan
+    """In a deterministic run, says when dQ may be added: Note [Turns] in ``backward_work.py``.
+
+    One warp. A second one, that hands a turn on while the first awaits the next, made it no faster.
+    """
+    plan = variant.plan
     turn, added = plan.barrier("turn"), plan.barrier("added")
-    is_first_lane = cute.arch.lane_idx() == 0
-    tile = tile_at(variant, x, Int32(0), ascends=True)
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        at = first_step(work, Int32(0), ascends=True)
+        at = first_step(work, Int32(0))
         for _ in cutlass.range(work.num_steps, unroll=1):
-            last = last_kv_block(
-                work.window, at.q_block, config.block_kv, config.block_q, minimum=cutlass.min
-            )
-            row = work.scratch_row // config.block_q + at.q_block
-            counter = x.scratch.turns.iterator + (
-                at.head * cute.size(x.scratch.turns, mode=[0]) + row
-            )
-            taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-            while taken < last - work.tile.q_block:
-                taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            await_turn(variant, x, work, at, 1)
             cute.arch.barrier_arrive(barrier_id=turn.index, number_of_threads=turn.threads)
             cute.arch.barrier(barrier_id=added.index, number_of_threads=added.threads)
             # HAZARD: all that the consumers added must be visible before the next one's turn. They
             # added it before the barrier, hence before this release.
-            if is_first_lane:
-                cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
-            at = following(work, at, ascends=True)
-        tile = tile_at(variant, x, tile.slot + 1, ascends=True)
+            pass_turn(variant, x, work, at)
+            at = following(work, at)
+        tile = tile_at(variant, x, tile.slot + 1)
 
 
 @cute.jit
