@@ -107,3 +107,24 @@ def test_variants_of_the_same_text_are_launched_alike():
         if not is_distinct(variant):
             assert proxy(variant).arch != variant.arch
             assert_launched_like_proxy(variant, case_for(variant))
+
+
+@pytest.mark.parametrize("change", ["grid", "params"])
+def test_a_launch_that_differs_is_noticed(change, monkeypatch):
+    same = [variant for variant in COMPILED if not is_distinct(variant)]
+    if not same:
+        pytest.skip("this build holds no kernel that is the same text for two targets")
+
+    def record(operation, problem, settings, addresses, real=bindings.record):
+        recorded = real(operation, problem, settings, addresses)
+        launch = recorded["launches"][0]
+        if settings.arch == same[0].arch and change == "grid":
+            launch["grid"] = tuple(extent + 1 for extent in launch["grid"])
+        elif settings.arch == same[0].arch:
+            launch["params"] = [bytes(byte ^ 1 for byte in param) for param in launch["params"]]
+        return recorded
+
+    assert_launched_like_proxy(same[0], case_for(same[0]))
+    monkeypatch.setattr(bindings, "record", record)
+    with pytest.raises(AssertionError):
+        assert_launched_like_proxy(same[0], case_for(same[0]))
