@@ -8,10 +8,13 @@ from texts import first_difference, kernels, siblings, text, without_names
 from jax_fa import aot, bindings
 from jax_fa.variants import BY_NAME
 
+FAMILY = ("sm100", "sm103")
+"""Targets for which the compiler makes the same decisions. For sm110 it orders some loads of short
+kernels otherwise (DSL 4.8.1); such variants are emulated for themselves."""
 COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled()) if name in BY_NAME]
 PAIRS = [
     (one, other)
-    for one, other in combinations(COMPILED, 2)
+    for one, other in combinations([v for v in COMPILED if v.arch in FAMILY], 2)
     if siblings(one.name) == siblings(other.name)
     and aot.choose_config(one) == aot.choose_config(other)
 ]
@@ -19,11 +22,9 @@ PAIRS = [
 
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda variant: variant.name)
 def test_the_same_configuration_is_the_same_text(one, other):
-    """Hence emulated once; the merging of split keys is short and may differ, and then runs too."""
-    count = 1 if one.key.is_split else None
-    texts = (kernels(text(variant.name))[:count] for variant in (one, other))
-    for mine, its in zip(*texts, strict=True):
-        assert not first_difference(mine, its)
+    """Of the main kernel, the longest. Without it the suite would run both, and take longer."""
+    mine, its = (max(kernels(text(variant.name)), key=len) for variant in (one, other))
+    assert not first_difference(mine, its)
 
 
 PTX = """
