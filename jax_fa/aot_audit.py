@@ -218,7 +218,7 @@ def expectation(variant: Variant) -> _Expectation:
 
 def planned_polynomials(chosen: Any) -> float:
     """Share of the exponentials of an unmasked block that are polynomials."""
-    return getattr(chosen, "polynomials", 0) / 32
+    return getattr(chosen, "polynomials", 0) / roofline.TILE
 
 
 def smallest_product_cycles(variant: Variant, gpu: roofline.Gpu) -> float:

@@ -20,11 +20,16 @@ _WRITTEN = f"kernels are written for sm_90a, {', '.join(BLACKWELL)}"
 
 # Cycles per 128 x 128 block and SM at 16 exponentials, 8192 flops and 128 lane instructions a
 # cycle: MMA 512, 768, 1024, 1280, 2048 for D = 64, 96, 128, 192/128, 256; exponentials 1024 (1 - f)
-# with a share f of polynomials; issue slots 384 + 640 f. D = 64 is bound by exponentials until
-# f = 0.38, where both take 630; D = 96 needs f = 0.25 to come down to its MMA; from D = 128 on a
-# small share keeps the exponentials from setting the pace together with the MMA.
-_POLYNOMIALS = {64: 12, 96: 8, 128: 6, 192: 4, 256: 6}
-"""Of 32 exponentials, by head size D."""
+# with a share f of polynomials; issue slots 384 + 512 f, and some 45 that are no arithmetic
+# (counted, DSL 4.8.1). D = 64 is bound by exponentials until f = 0.39, where both take 630; D = 96
+# needs f = 0.26 to come down to its MMA; from D = 128 on a small share keeps the exponentials from
+# setting the pace together with the MMA.
+_POLYNOMIALS = {64: 50, 96: 34, 128: 24, 192: 16, 256: 24}
+"""Of 128 exponentials, by head size D."""
+_MASKED_POLYNOMIALS = {**_POLYNOMIALS, 128: 16, 192: 8}
+"""The same under a mask: fewer where the MMA is the bound, since schedulers have masks to do."""
+_MOST_GENERAL_POLYNOMIALS = 44
+"""Of a general mask: with D = 64, 50 spill (DSL 4.8.1)."""
 # Cycles that shared memory is busy for such a block, at 128 bytes a cycle: reading Q 2 D, K 2 D, V
 # 2 Dv, and D + Dv for TMA writing K and V, which two query tiles share. A pair of CTAs halves all
 # but the first. D = 64: 512 of 630, 96: 768 of 768, 128: 1024 of 1024, in a pair 640; 192/128: 1344
@@ -38,12 +43,10 @@ _PAIRED_HEADS = (128, 192, 256)
 _FAST_EXPONENTIALS = ("sm_103f",)
 """Targets that exponentiate twice as fast as others, and use no polynomials."""
 # For Thor, ptxas takes paired float32 operations apart (its machine code has none; DSL 4.8.1),
-# so issue slots are 576 + 1152 f: D = 64 and 96 do best at f = 0.2, with 820 cycles for both (at
-# f = 12 / 32, 962 counted), and from D = 128 on there is little or nothing to gain.
-_UNPAIRED_POLYNOMIALS = {"sm_110f": {64: 6, 96: 6, 128: 2, 192: 0, 256: 0}}
-"""``_POLYNOMIALS`` for targets without paired operations."""
-_MOST_POLYNOMIALS = {"full": 12, "causal": 8, "general": 6}
-"""By mask, whatever D: with D = 64, the next two of causal and of general spill (DSL 4.8.1)."""
+# so issue slots are 576 + 896 f: D = 64 and 96 do best at f = 0.22, with 800 cycles for both, and
+# from D = 128 on there is little or nothing to gain.
+_UNPAIRED_POLYNOMIALS = {"sm_110f": {64: 28, 96: 28, 128: 8, 192: 0, 256: 0}}
+"""Those of targets without paired operations, under any mask."""
 _BLACKWELL_REGISTERS = {"full": (192, 80, 48), "causal": (200, 64, 48), "general": (200, 64, 48)}
 """Of the softmax roles, correct and the others; the smallest of the first that spill nothing."""
 _WIDE_REGISTERS = (208, 152, 144)
@@ -151,8 +154,8 @@ class BlackwellForward:
     """A forward kernel's tile and resources; its 128 keys by step are fixed.
 
     Attributes:
-        polynomials: of 32 exponentials of an unmasked block, how many are evaluated as polynomials
-            by the multiply-add units, the special function unit doing the others.
+        polynomials: of 128 exponentials of an unmasked block, how many are evaluated as polynomials
+            by the multiply-add units, the special function unit doing the others. Even.
         softmax_registers: per thread of the softmax roles, multiple of 8.
         correct_registers: per thread of the role correct, multiple of 8.
         other_registers: per thread of all others, multiple of 8.
@@ -269,8 +272,10 @@ def blackwell_forward(key: KernelKey) -> BlackwellForward:
             f"no forward kernel for D/Dv {key.head_dim}/{key.value_dim} on {key.arch}; "
             f"there are {known}"
         )
-    by_head = _UNPAIRED_POLYNOMIALS.get(key.arch, _POLYNOMIALS)
-    polynomials = min(by_head[key.head_dim], _MOST_POLYNOMIALS[key.mask])
+    paired = _POLYNOMIALS if key.mask == "full" else _MASKED_POLYNOMIALS
+    polynomials = _UNPAIRED_POLYNOMIALS.get(key.arch, paired)[key.head_dim]
+    if key.mask == "general":
+        polynomials = min(polynomials, _MOST_GENERAL_POLYNOMIALS)
     if key.arch in _FAST_EXPONENTIALS:
         polynomials = 0
     ctas = 2 if key.mask == "full" and key.head_dim in _PAIRED_HEADS else 1

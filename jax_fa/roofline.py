@@ -138,8 +138,10 @@ _BACKWARD_SLOTS = {True: 3.5, False: 5.0}
 conversion of dS."""
 _SECOND_SWEEP_SLOTS = {True: 1.5, False: 2.0}
 """More of them where P is made twice: scaling and exponential."""
-_POLYNOMIAL_SLOTS = {True: 5.0, False: 9.0}
-"""More of them if the exponential is a polynomial of degree 3 or 4."""
+_POLYNOMIAL_SLOTS = {True: 4.0, False: 7.0}
+"""More of them if the exponential is a polynomial: scaling clamps, hence is not paired; floor and
+fraction, then four multiply-adds for degree 4, are; the exponent is added one at a time. Without
+pairs scaling costs no more than for other scores, the rest twice as much."""
 _SOFT_CAP_SLOTS = 5.0
 """More of them for tanh by an exponential and a reciprocal."""
 _SOFT_CAP_FUNCTIONS = 2

@@ -265,9 +265,10 @@ def test_gradients_are_right_where_queries_are_swept_twice(kernels, completion, 
 @needs_compiler
 @compiles
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "in_turn"])
-@pytest.mark.parametrize("case", [EVERYTHING, STRANGERS], ids=str)
-@pytest.mark.parametrize("head_dim", [96, 256])
-def test_gradients_are_right_where_everything_hides_keys(kernels, head_dim, case, deterministic):
+@pytest.mark.parametrize(
+    "case, head_dim", [(EVERYTHING, 96), (STRANGERS, 96), (EVERYTHING, 256)], ids=str
+)
+def test_gradients_are_right_where_everything_hides_keys(kernels, case, head_dim, deterministic):
     case = replace(case, head_dim=head_dim)
     got, wanted, *_ = call(kernels(head_dim, "general"), case, deterministic=deterministic)
     assert_close(got, wanted, "bfloat16")

@@ -79,6 +79,7 @@ class Scalars(NamedTuple):
     bottom_right: Int32
     cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
     scale_log2: Float32
+    scale_share: Float32  # scale_log2 / softmax.SPAN
     sinks: cute.Pointer
     q_segments: cute.Pointer
     kv_segments: cute.Pointer

@@ -314,13 +314,15 @@ def forward_entry(variant: Any, launch: Callable) -> tuple[Callable, tuple]:
             q_len,
             kv_len,
         )
+        scale_log2 = (soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E
         scalars = forward_work.Scalars(
             sequences,
             window_left,
             window_right,
             bottom_right,
             cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),
-            scale_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
+            scale_log2=scale_log2,
+            scale_share=scale_log2 / softmax.SPAN,
             sinks=sinks,
             q_segments=q_segments,
             kv_segments=kv_segments,

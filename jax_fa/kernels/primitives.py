@@ -172,6 +172,13 @@ def complete_tx_of(rank: int, barrier: cute.Pointer, size_bytes: int) -> None:
     )
 
 
+def arrive(barrier: cute.Pointer):
+    """One arrival at an mbarrier of this CTA, without a register for the number of arrivals."""
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier.toint()]
+    )
+
+
 def widen(word: Int32, dtype: type) -> tuple[Float32, Float32]:
     """The two elements of type ``dtype`` in a word, the low half first."""
     if dtype is BFloat16:
@@ -193,6 +200,13 @@ def tma_load(
     """
     op = cpasync.CopyBulkTensorTileG2SOp(_cta_group(ctas))
     return cpasync.make_tiled_tma_atom(op, tensor, layout, tile)
+
+
+def prefetch_descriptors(atoms: tuple) -> None:
+    """Fetches the TMA descriptors of ``atoms`` ahead of use; None stands for one that is absent."""
+    for atom in atoms:
+        if atom is not None:
+            cpasync.prefetch_descriptor(atom)
 
 
 def tma_store(tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> object:
@@ -456,6 +470,29 @@ def max3(a: Float32, b: Float32, c: Float32) -> Float32:
     """The largest of three."""
     return cute.arch.inline_ptx(
         "max.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+    )
+
+
+def minus(a: Float32, b: Float32) -> Float32:
+    """``a - b``, never made one instruction with the product that ``a`` may be."""
+    return cute.arch.inline_ptx(
+        "sub.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def floor(a: Float32) -> Float32:
+    """The largest integer not above ``a``, computed where this is called: never before a loop."""
+    return cute.arch.inline_ptx(
+        "cvt.rmi.f32.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a]
+    )
+
+
+def fma_saturated(a: Float32, b: Float32, c: Float32) -> Float32:
+    """``a * b + c``, clamped to [0, 1]; 0 for NaN."""
+    return cute.arch.inline_ptx(
+        "fma.rn.sat.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
     )
 
 

@@ -127,18 +127,16 @@ def finish_row(maximum: Float32, total: Float32, scale_log2: Float32, sink: Floa
 
     ``sink`` is one more logit in the denominator, -inf for none.
     """
-    return finish_whole_row(maximum, quad_sum(total), scale_log2, sink)
+    return finish_whole_row(maximum * scale_log2, quad_sum(total), sink)
 
 
 @cute.jit
-def finish_whole_row(
-    maximum: Float32, total: Float32, scale_log2: Float32, sink: Float32
-) -> RowResult:
-    """``finish_row`` where ``total`` is the whole sum."""
+def finish_whole_row(maximum_log2: Float32, total: Float32, sink: Float32) -> RowResult:
+    """``finish_row`` where ``maximum_log2`` is scaled and ``total`` the whole sum."""
     sink_log2 = sink * LOG2_E
-    largest = cute.arch.fmax(maximum * scale_log2, sink_log2)
+    largest = cute.arch.fmax(maximum_log2, sink_log2)
     reference = Float32(0.0) if largest == -Float32.inf else largest
-    own = cute.math.exp2(maximum * scale_log2 - reference, fastmath=True)
+    own = cute.math.exp2(maximum_log2 - reference, fastmath=True)
     denominator = total * own + cute.math.exp2(sink_log2 - reference, fastmath=True)
     is_empty = denominator == 0.0
     factor = Float32(0.0) if is_empty else own * cute.arch.rcp_approx(denominator)
@@ -227,69 +225,104 @@ def mask_by_function(
 # What follows is for threads that hold one whole row each, in column order.
 
 
+CHAINS = 4
+"""Independent maxima, or sums, of a row: as many as hide the latency of one instruction."""
+
+
 @cute.jit
 def whole_row_max(scores: cute.Tensor) -> Float32:
-    """Maximum of a row, two scores at a time, over four independent chains."""
-    chains = [cute.arch.fmax(scores[2 * i], scores[2 * i + 1]) for i in range(4)]
-    for i in cutlass.range_constexpr(4, cute.size(scores) // 2):
-        chains[i % 4] = primitives.max3(chains[i % 4], scores[2 * i], scores[2 * i + 1])
+    """Maximum of a row, by instructions of three operands, over independent chains."""
+    first = 3 * CHAINS
+    chains = [
+        primitives.max3(scores[3 * i], scores[3 * i + 1], scores[3 * i + 2]) for i in range(CHAINS)
+    ]
+    for i in cutlass.range_constexpr((cute.size(scores) - first) // 2):
+        pair = first + 2 * i
+        chains[i % CHAINS] = primitives.max3(chains[i % CHAINS], scores[pair], scores[pair + 1])
     return cute.arch.fmax(primitives.max3(chains[0], chains[1], chains[2]), chains[3])
 
 
-class Raised(NamedTuple):
-    """A row's new maximum, and the factor by which all that is relative to the old one shrinks."""
+class WholeRow(NamedTuple):
+    """Running statistics of one row.
 
-    maximum: Float32
-    shrink: Float32
+    Attributes:
+        maximum: (1,) base 2 logarithm of what ``total`` is relative to: an integer not far below
+            the maximum of the scaled scores, or -inf while no key was visible.
+        offset: (1,) what is added in the exponent: -``maximum``, or 0 where that is infinite.
+        total: (2,) sums of the probabilities of even and of odd columns.
+    """
+
+    maximum: cute.Tensor
+    offset: cute.Tensor
+    total: cute.Tensor
+
+
+def make_whole_row() -> WholeRow:
+    """Statistics in registers, yet to be reset."""
+    return WholeRow(*(cute.make_rmem_tensor((size,), Float32) for size in (1, 1, 2)))
+
+
+@cute.jit
+def reset_whole_row(row: WholeRow) -> None:
+    """Statistics of no keys at all."""
+    row.maximum[0] = -Float32.inf
+    row.offset.fill(0.0)
+    row.total.fill(0.0)
 
 
 @cute.jit
 def raise_maximum(
-    before: Float32, block: Float32, scale_log2: Float32, tolerance_log2: cutlass.Constexpr[float]
-) -> Raised:
+    row: WholeRow, block: Float32, scale_log2: Float32, tolerance_log2: cutlass.Constexpr[float]
+) -> Float32:
     """Takes in the maximum of another block; keeps the old one while it is not exceeded by much.
 
-    Unless ``before`` is kept, the result is the true maximum; -inf while no key was visible.
+    Called by whole warps. Returns the factor by which all that is relative to the old maximum, the
+    total too, has to shrink. A maximum is rounded down to an integer, so that subtracting it is
+    exact and the factor a power of two.
     """
-    maximum = cute.arch.fmax(before, block)
-    # (-inf) - (-inf) is NaN, which is not within tolerance.
-    is_within = (maximum - before) * scale_log2 <= tolerance_log2
-    difference = before * scale_log2 - reference_log2(maximum, scale_log2)
-    shrink = Float32(1.0) if is_within else cute.math.exp2(difference, fastmath=True)
-    maximum = before if is_within else maximum
-    return Raised(maximum, shrink)
-
-
-@cute.jit
-def reference_log2(maximum: Float32, scale_log2: Float32) -> Float32:
-    """What is subtracted in the exponent: 0 for a row whose scores are all -inf so far."""
-    return Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
+    scaled = block * scale_log2
+    shrink = Float32(1.0)
+    # -inf exceeds nothing: -inf - (-inf) is NaN.
+    exceeds = primitives.minus(scaled, row.maximum[0]) > tolerance_log2
+    # A loop of one pass at most, since of a branch the compiler would issue all instructions under
+    # a predicate. HAZARD: it ends because the difference is that of rounded numbers: of a product
+    # not rounded, some 2 ** 30, it could exceed the tolerance for ever.
+    while cute.arch.vote_any_sync(exceeds):
+        before = row.maximum[0]
+        maximum = primitives.floor(scaled) if exceeds else before
+        row.maximum[0] = maximum
+        row.offset[0] = Float32(0.0) if maximum == -Float32.inf else -maximum
+        shrink = cute.math.exp2(before - maximum, fastmath=True) if exceeds else shrink
+        exceeds = primitives.minus(scaled, maximum) > tolerance_log2
+    return shrink
 
 
 # 1 + c1 f + c2 f^2 + c3 f^3 + c4 f^4 is within 2.9e-6 of 2 ** f on [0, 1], relatively (minimax fit
-# with p(0) = 1). The best cubic has 8.6e-5: enough for P, which is rounded to 16 bits, but it would
-# show in the sum, hence in the LSE, which is a float32.
+# with p(0) = 1). The best cubic has 8.6e-5 and saves half an instruction: enough for P, which is
+# rounded to 16 bits, but it would show in the sum, hence in the LSE, which is a float32.
 POWER_OF_TWO = (0.69304484, 0.24128021, 0.05224245, 0.0134267)
-ROUND_TO_INTEGER = 1.5 * 2.0**23
-"""Added to x in [-2^22, 2^22], rounding down, it leaves floor(x) in the low bits."""
 SMALLEST_LOG2 = -127.0
 """Here the sum of the exponent fields is 0: the result is exactly 0, as it must be for -inf."""
+SPAN = 2.0**8
+"""Exponents from ``SMALLEST_LOG2`` on, as a share of which saturation clamps them."""
+ROUND_TO_INTEGER = 1.5 * 2.0**23 / SPAN + SMALLEST_LOG2 / SPAN
+"""Added to such a share, rounding down, it leaves the floor of the exponent in the low bits."""
 
 
 @cute.jit
-def exp2_by_polynomial(x0: Float32, x1: Float32) -> tuple:
-    """2 ** x of two values below 2^7 without the special function unit; 0 up to 2 ** -127.
+def exp2_by_polynomial(share0: Float32, share1: Float32) -> tuple:
+    """2 ** (SMALLEST_LOG2 + SPAN * share) of two shares, without the special function unit.
 
-    Exponent and fraction apart (Cody and Waite, 1980); FlashAttention-4, arXiv:2603.05451, brought
-    it to this place.
+    Results are 0 up to 2 ** -127, and right up to 2 ** 127. Exponent and fraction apart (Cody and
+    Waite, 1980); FlashAttention-4, arXiv:2603.05451, brought it to this place.
     """
-    x0 = cute.arch.fmax(x0, Float32(SMALLEST_LOG2))
-    x1 = cute.arch.fmax(x1, Float32(SMALLEST_LOG2))
+    share = (share0, share1)
     magic = (Float32(ROUND_TO_INTEGER), Float32(ROUND_TO_INTEGER))
-    whole = cute.arch.add_packed_f32x2((x0, x1), magic, rnd="rm")
+    whole = cute.arch.add_packed_f32x2(share, magic, rnd="rm")
     floor = cute.arch.sub_packed_f32x2(whole, magic, rnd="rn")
-    fraction = cute.arch.sub_packed_f32x2((x0, x1), floor, rnd="rn")
-    *others, power = ((Float32(c), Float32(c)) for c in (1.0, *POWER_OF_TWO))
+    fraction = cute.arch.sub_packed_f32x2(share, floor, rnd="rn")
+    terms = [c * SPAN**power for power, c in enumerate((1.0, *POWER_OF_TWO))]
+    *others, power = ((Float32(c), Float32(c)) for c in terms)
     for c in reversed(others):
         power = cute.arch.fma_packed_f32x2(power, fraction, c)
     return (
@@ -298,49 +331,64 @@ def exp2_by_polynomial(x0: Float32, x1: Float32) -> tuple:
     )
 
 
+def takes_polynomial(pair: int, polynomials: int, scores: int) -> bool:
+    """Whether a pair of a row's scores is among the ``polynomials``, which are spread evenly."""
+    pairs, chosen = scores // 2, polynomials // 2
+    return (pair + 1) * chosen // pairs > pair * chosen // pairs
+
+
 @cute.jit
 def exponentials(
     scores: cute.Tensor,
     scale_log2: Float32,
-    reference: Float32,
-    polynomials: cutlass.Constexpr[int],
+    scale_share: Float32,
+    offset: Float32,
+    by_polynomial: cutlass.Constexpr[tuple],
 ):
-    """Replaces scores by ``2 ** (score * scale_log2 - reference)``, ``polynomials`` of them so.
+    """Replaces scores by ``2 ** (score * scale_log2 + offset)``, which is at most 2 ** 127.
 
-    Polynomials are spread evenly among the others, so that both units always have work.
+    ``by_polynomial`` tells for each pair of them whether the special function unit is spared;
+    ``scale_share`` is ``scale_log2 / SPAN``.
     """
-    pairs, chosen = cute.size(scores) // 2, polynomials // 2
-    factor, offset = (scale_log2, scale_log2), (-reference, -reference)
-    for i in cutlass.range_constexpr(pairs):
+    factor, offsets = (scale_log2, scale_log2), (offset, offset)
+    share_offset = offset * (1.0 / SPAN) - SMALLEST_LOG2 / SPAN
+    for i in cutlass.range_constexpr(cute.size(scores) // 2):
         pair = (scores[2 * i], scores[2 * i + 1])
-        x0, x1 = cute.arch.fma_packed_f32x2(pair, factor, offset)
-        if cutlass.const_expr((i + 1) * chosen // pairs > i * chosen // pairs):
-            scores[2 * i], scores[2 * i + 1] = exp2_by_polynomial(x0, x1)
+        if cutlass.const_expr(by_polynomial[i]):
+            shares = [primitives.fma_saturated(x, scale_share, share_offset) for x in pair]
+            scores[2 * i], scores[2 * i + 1] = exp2_by_polynomial(*shares)
         else:
+            x0, x1 = cute.arch.fma_packed_f32x2(pair, factor, offsets)
             scores[2 * i] = cute.math.exp2(x0, fastmath=True)
             scores[2 * i + 1] = cute.math.exp2(x1, fastmath=True)
 
 
 def no_sums() -> list:
-    """Four independent sums of pairs, which ``add_pairs`` adds to."""
-    return [(Float32(0.0), Float32(0.0)) for _ in range(4)]
+    """What ``add_pairs`` adds to at first."""
+    return []
 
 
 def add_pairs(sums: list, values: cute.Tensor) -> list:
-    """The sums with the values of a part of a row added."""
+    """Up to four independent sums of pairs, with the values of a part of a row added."""
     sums = list(sums)
     for i in range(cute.size(values) // 2):
         pair = (values[2 * i], values[2 * i + 1])
-        sums[i % 4] = cute.arch.add_packed_f32x2(sums[i % 4], pair)
+        chain = i % CHAINS
+        if chain == len(sums):
+            sums.append(pair)
+        else:
+            sums[chain] = cute.arch.add_packed_f32x2(sums[chain], pair)
     return sums
 
 
-def sum_of(sums: list) -> Float32:
-    """What was added altogether."""
+@cute.jit
+def add_to_total(row: WholeRow, shrink: Float32, sums: list):
+    """Shrinks the total, and adds what ``add_pairs`` made of the scores of a block."""
     low = cute.arch.add_packed_f32x2(sums[0], sums[1])
     high = cute.arch.add_packed_f32x2(sums[2], sums[3])
-    both = cute.arch.add_packed_f32x2(low, high)
-    return both[0] + both[1]
+    block = cute.arch.add_packed_f32x2(low, high)
+    total = (row.total[0], row.total[1])
+    row.total[0], row.total[1] = cute.arch.fma_packed_f32x2(total, (shrink, shrink), block)
 
 
 WORD = 32

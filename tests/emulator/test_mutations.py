@@ -123,8 +123,8 @@ SOURCE_FAULTS = (
     Fault(
         "softmax begins in the wrong phase of S",
         SOFTMAX,
-        "    row = _make_row()\n    tile",
-        "    row = _make_row()\n    pipes.s.advance()\n    tile",
+        "    row = softmax.make_whole_row()\n    tile",
+        "    row = softmax.make_whole_row()\n    pipes.s.advance()\n    tile",
         UninitializedReadError,
         r"tcgen05.ld.* reads TMEM lane \d+ column \d+, which nothing wrote",
     ),
@@ -144,6 +144,22 @@ SOURCE_FAULTS = (
         "cute.arch.vote_any_sync(shrink < 0.0)",
         AssertionError,
         "out: error",
+    ),
+    Fault(
+        "the sum of a row is not rescaled",
+        "softmax.py",
+        "fma_packed_f32x2(total, (shrink, shrink), block)",
+        "add_packed_f32x2(total, block)",
+        AssertionError,
+        "lse: error",
+    ),
+    Fault(
+        "exponents of polynomials are not clamped",
+        "primitives.py",
+        "fma.rn.sat.f32",
+        "fma.rn.f32",
+        AssertionError,
+        "out: ",
     ),
     Fault(
         "lse is scaled",
@@ -249,11 +265,14 @@ def call_of(kernel: Kernel, ptx: str, launch: Launch, schedule: Options) -> Resu
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory) -> Kernel:
-    """Keys grow with their distance, so that maxima are raised: the newest come first."""
+    """Keys grow with their distance, so that maxima are raised: the newest come first.
+
+    The others' exponents are then below the smallest.
+    """
     random = np.random.default_rng(3)
     shape = (1, LENGTH, HEADS, KEY.head_dim)
     q, k, v = (random.standard_normal(shape) for _ in "qkv")
-    k[:, :128] *= 4
+    k[:, :128] *= 32
     q, k, v = (x.astype(ml_dtypes.bfloat16) for x in (q, k, v))
     lse = np.full(shape[:3], np.nan, np.float32)
     arrays = {"q": q, "k": k, "v": v, "out": np.full_like(q, np.nan), "lse": lse}

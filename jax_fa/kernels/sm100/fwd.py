@@ -26,7 +26,6 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from jax_fa.config import BlackwellForward, KernelKey
@@ -113,8 +112,7 @@ def kernel(
     )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
-        for atom in tma:
-            cpasync.prefetch_descriptor(atom)
+        primitives.prefetch_descriptors(tma)
         if const_expr(variant.is_general):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.scrub, 1)

@@ -63,28 +63,25 @@ class SoftmaxPipes(NamedTuple):
     stats: PipelineProducer
 
 
-class Row(NamedTuple):
-    """What one thread knows of its row."""
+def _first_thread() -> Int32:
+    """The first thread of this warp among those of its role.
 
-    thread: Int32
-    maximum: cute.Tensor  # (1,) unscaled
-    total: cute.Tensor  # (1,) relative to maximum
-
-
-def _make_row() -> Row:
-    thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
-    return Row(thread, cute.make_rmem_tensor((1,), Float32), cute.make_rmem_tensor((1,), Float32))
+    Tensor memory is addressed by warp; an address the same for a warp takes no register of a thread
+    and no instruction to get out of it.
+    """
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    return warp % edges.WARPS_PER_GROUP * edges.WARP
 
 
 def _loads_of_s(variant: Variant, x: Context, at: tuple) -> primitives.TmemCopy:
-    """How a thread loads its row of S; ``at`` is (query tile, stage, thread)."""
+    """How a warp loads its rows of S; ``at`` is (query tile, stage, first thread)."""
     index, stage, thread = at
     rows = primitives.tmem_rows(x.tmem, scores_at(variant, "s", index, stage), BLOCK_KV)
     return primitives.tmem_load(rows, CHUNK, thread)
 
 
 def _stores_of_p(variant: Variant, x: Context, at: tuple) -> primitives.TmemCopy:
-    """How a thread stores its row of P; ``at`` is as for ``_loads_of_s``."""
+    """How a warp stores its rows of P; ``at`` is as for ``_loads_of_s``."""
     index, stage, thread = at
     words = CHUNK * variant.dtype.width // 32
     first = scores_at(variant, "p", index, stage)
@@ -101,16 +98,17 @@ def attend(
     waits   s full (mma), stats empty (correct)
     signals p, p_rest full (mma), stats full (correct)
     """
-    row = _make_row()
+    thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
+    row = softmax.make_whole_row()
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         blocks = blocks_of_rows(variant, x, work, index)
-        row.maximum[0] = -Float32.inf
-        row.total[0] = Float32(0.0)
-        number = index * ROWS + row.thread
+        softmax.reset_whole_row(row)
+        number = index * ROWS + thread
         number = tiles.row_at(x.packing, work.tile, work.span.first_row, number).position
         sight = _sight_of(variant, x, work, number)
+        pipes.stats.acquire()
         # Loops of their own: if one loop asked each block whether to mask it, the compiler would
         # issue the instructions of the mask under a predicate for all of them.
         for i in cutlass.range(blocks.end - blocks.full_end, unroll=1):
@@ -124,22 +122,25 @@ def attend(
                 at = (index, sight, blocks.full_start - 1 - i)
                 pipes = _step(variant, True, x, row, at, pipes)
         stats = pipes.stats
-        stats_slot = stats.acquire_and_advance()
-        x.smem.stats[row.thread, 0, index] = row.total[0]
-        x.smem.stats[row.thread, 1, index] = row.maximum[0]
-        signal(stats_slot)
+        x.smem.stats[thread, 0, index] = row.total[0] + row.total[1]
+        x.smem.stats[thread, 1, index] = row.maximum[0]
+        signal(stats.current_handle())
+        stats.advance()
         pipes = pipes._replace(stats=stats)
         tile = tile_at(variant, x, tile.slot + 1)
     pipes.stats.tail()
 
 
 @cute.jit
-def _signal_p(slot):
+def _signal_p(slot, is_pair: cutlass.Constexpr[bool]):
     """Hands P, as far as it is stored, to the role mma."""
     cute.arch.fence_view_async_tmem_store()
     primitives.before_thread_sync()
     with cute.arch.elect_one():
-        slot.commit()
+        if const_expr(is_pair):
+            slot.commit()
+        else:
+            primitives.arrive(slot.barrier)
 
 
 @cute.jit
@@ -147,16 +148,17 @@ def _step(
     variant: cutlass.Constexpr,
     is_masked: cutlass.Constexpr[bool],
     x: Context,
-    row: Row,
+    row: softmax.WholeRow,
     at: tuple,
     pipes: SoftmaxPipes,
 ) -> SoftmaxPipes:
     """S -> P of one block; returns the advanced ends. ``at`` is (query tile, sight, block)."""
     index, sight, block = at
     s, p, p_rest, stats = pipes
+    thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
     scale_log2 = x.scalars.scale_log2
     s_full = s.wait_and_advance()
-    where = (index, s_full.index, row.thread)
+    where = (index, s_full.index, _first_thread())
     loads, stores = _loads_of_s(variant, x, where), _stores_of_p(variant, x, where)
     rS = loads.whole_row()  # (128)
     primitives.after_thread_sync()
@@ -166,30 +168,33 @@ def _step(
         softmax.cap(rS, x.scalars.cap_inner_log2)
     if const_expr(is_masked):
         _mask(variant, x, sight, rS, block)
-    maximum, shrink = softmax.raise_maximum(
-        row.maximum[0], softmax.whole_row_max(rS), scale_log2, RESCALE_LOG2
-    )
-    row.maximum[0] = maximum
-    stats_slot = stats.acquire_and_advance()
-    x.smem.stats[row.thread, 0, index] = shrink
-    signal(stats_slot)
-    reference = softmax.reference_log2(maximum, scale_log2)
+    shrink = softmax.raise_maximum(row, softmax.whole_row_max(rS), scale_log2, RESCALE_LOG2)
+    x.smem.stats[thread, 0, index] = shrink
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        primitives.arrive(stats.current_handle().barrier)
+    stats.advance()
     # Where a mask takes registers too, polynomials would spill; few blocks are masked.
     polynomials = 0 if is_masked else variant.config.polynomials
     sums = softmax.no_sums()
     for j in cutlass.range_constexpr(BLOCK_KV // CHUNK):
         chunk = rS[None, None, j]
-        softmax.exponentials(chunk, scale_log2, reference, polynomials)
+        pairs = range(j * CHUNK // 2, (j + 1) * CHUNK // 2)
+        by_polynomial = tuple(softmax.takes_polynomial(i, polynomials, BLOCK_KV) for i in pairs)
+        softmax.exponentials(chunk, scale_log2, x.scalars.scale_share, row.offset[0], by_polynomial)
         words = stores.piece()
         primitives.narrow(chunk, cute.recast_tensor(words, variant.dtype))
         cute.copy(stores.copy, words, stores.tmem[None, None, j])
         if const_expr(j + 1 == HANDED_OVER_FIRST):
-            _signal_p(p.current_handle())
+            _signal_p(p.current_handle(), variant.plan.ctas == 2)
+            # For the next block. Here, since the compiler moves nothing across a wait: all in one
+            # piece, it would hand over three quarters of P when the last is as good as done.
+            stats.acquire()
         if const_expr((j + 1) * CHUNK == BLOCK_KV):
-            _signal_p(p_rest.current_handle())
+            _signal_p(p_rest.current_handle(), variant.plan.ctas == 2)
         # P first; but summed up at the very end, all 128 values would stay in registers.
         sums = softmax.add_pairs(sums, chunk)
-    row.total[0] = row.total[0] * shrink + softmax.sum_of(sums)
+    softmax.add_to_total(row, shrink, sums)
     p.advance()
     p_rest.advance()
     return SoftmaxPipes(s, p, p_rest, stats)
@@ -349,7 +354,7 @@ def _finish(
     with cute.arch.elect_one():
         full.release()
     sink = sink_of(variant, x, work, at.head)
-    factor, lse = softmax.finish_whole_row(maximum, total, x.scalars.scale_log2, sink)
+    factor, lse = softmax.finish_whole_row(maximum, total, sink)
     is_used = Boolean(True)
     if const_expr(variant.is_general):
         is_used = at.position < span.q_len

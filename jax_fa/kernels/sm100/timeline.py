@@ -89,7 +89,7 @@ _Role = Iterator[_Use | _Wait | _Signal]
 def durations(key: KernelKey, gpu: roofline.Gpu) -> Durations:
     """Of the kernel for ``key``, as the roofline has them."""
     heads = (key.head_dim, key.value_dim)
-    cycles = roofline.forward(gpu, heads, blackwell_forward(key).polynomials / 32)
+    cycles = roofline.forward(gpu, heads, blackwell_forward(key).polynomials / roofline.TILE)
     search = roofline.SCORES * MAX_SLOTS / roofline.LANES
     rescale = RESCALE_INSTRUCTIONS * key.value_dim / roofline.TILE
     return Durations(
@@ -243,10 +243,9 @@ def comparison(key: KernelKey) -> str:
 
 def main() -> None:
     """Prints the picture for D = 128, and designs compared for D = 64 and 128."""
-    causal = KernelKey("sm_100f", "bfloat16", 128, 128, "causal")
-    spans = play(Design(rescales=True), durations(causal, roofline.GPUS[0]), blocks=3)
-    full = [comparison(KernelKey("sm_100f", "bfloat16", d, d, "full")) for d in (64, 128)]
-    print("\n\n".join([picture(spans, 64), *full]))  # noqa: T201
+    keys = [KernelKey("sm_100f", "bfloat16", d, d, "full") for d in (64, 128)]
+    spans = play(Design(rescales=True), durations(keys[1], roofline.GPUS[0]), blocks=3)
+    print("\n\n".join([picture(spans, 64), *map(comparison, keys)]))  # noqa: T201
 
 
 if __name__ == "__main__":

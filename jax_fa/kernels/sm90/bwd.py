@@ -14,7 +14,6 @@ and memory: ``plan_bwd.py``; conventions: ``jax_fa/problem.py``.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from jax_fa.config import HopperBackward, KernelKey
@@ -64,8 +63,7 @@ def kernel(
     storage = SmemAllocator().allocate(Storage)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
-        for atom in tma:
-            cpasync.prefetch_descriptor(atom)
+        primitives.prefetch_descriptors(tma)
     k_in, k_out = edges.make_edge(plan, "k", storage.k_barriers.data_ptr())
     v_in, v_out = edges.make_edge(plan, "v", storage.v_barriers.data_ptr())
     q_in, q_out = edges.make_edge(plan, "q", storage.q_barriers.data_ptr())

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
 from jax_fa.band import key_range
@@ -576,8 +576,7 @@ def kernel(
     )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
-        for atom in tma:
-            cpasync.prefetch_descriptor(atom)
+        primitives.prefetch_descriptors(tma)
         if const_expr(variant.is_general):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.scrub, 1)
