@@ -8,7 +8,7 @@ the full warp and one that merges its result under the warp's mask.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -285,6 +285,32 @@ class Decoder:
         """Writers of a vector's items, or of the single operand."""
         items = operand.items if isinstance(operand, Vector) else (operand,)
         return [self.write(item, kind) for item in items]
+
+    def write_rows(self, operand: Operand, kinds: list[str]) -> Callable:
+        """A function (slots, arrays, mask) that stores an array into each item of a vector.
+
+        Args:
+          operand: the vector, or a single operand.
+          kinds: of the arrays.
+        """
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        writes = [self.write(item, kind) for item, kind in zip(items, kinds, strict=True)]
+        numbers = [
+            item.number
+            for item, kind in zip(items, kinds, strict=True)
+            if isinstance(item, Register) and converter(kind, self.homes[item.number]) is None
+        ]
+        is_plain = len(numbers) == len(items)
+
+        def put(slots: list, rows: Iterable[np.ndarray], mask: np.ndarray) -> None:
+            if is_plain and mask is FULL:
+                for number, row in zip(numbers, rows, strict=True):
+                    slots[number] = row
+            else:
+                for write, row in zip(writes, rows, strict=True):
+                    write(slots, row, mask)
+
+        return put
 
     def _slot(self, key: object, initial: np.ndarray | str) -> int:
         if key not in self.slot_of:

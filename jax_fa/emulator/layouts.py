@@ -104,10 +104,10 @@ def _placement(phase: int, leading: int, stride: int, mode: str, tile: Tile) -> 
         offset = r % per * size + r // per * leading + c % group * width + c // group * stride
     offset = swizzle(phase + offset, mode)
     elements = np.ascontiguousarray(offset // size)
-    elements.flags.writeable = False
     return Placement(elements, np.unique(offset // 16))
 
 
+@lru_cache(maxsize=1024)
 def place(descriptor: MatrixDescriptor, tile: Tile) -> Placement:
     """Element indices and chunks of a tile in shared memory.
 
@@ -122,7 +122,10 @@ def place(descriptor: MatrixDescriptor, tile: Tile) -> Placement:
     phase = descriptor.start % PERIOD
     base = descriptor.start - phase
     relative = _placement(phase, descriptor.leading, descriptor.stride, descriptor.swizzle, tile)
-    return Placement(relative.elements + base // tile.size, relative.chunks + base // 16)
+    placement = Placement(relative.elements + base // tile.size, relative.chunks + base // 16)
+    for indices in placement:
+        indices.flags.writeable = False
+    return placement
 
 
 @lru_cache(maxsize=256)

@@ -197,7 +197,9 @@ def _load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     mods.drop(_HINTS).done()
     size = TYPE_BYTES[type_]
     kind = ("i" if type_[0] == "s" else "u") + str(min(size, 8))
-    writes = decoder.write_all(ins.operands[0], kind)
+    target = ins.operands[0]
+    count = len(target.items) if isinstance(target, Vector) else 1
+    write = decoder.write_rows(target, [kind] * count)
     at = address_reader(decoder, ins.operands[1], space)
     if size == 16:
         raise mods.error("128-bit registers are not implemented")
@@ -205,9 +207,8 @@ def _load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots = warp.slots
-        values = load_at(warp, space, at(slots), mask, size, len(writes))
-        for row, write in zip(np.ascontiguousarray(values.T).view(dtype), writes, strict=True):
-            write(slots, row, mask)
+        values = load_at(warp, space, at(slots), mask, size, count)
+        write(slots, np.ascontiguousarray(values.T).view(dtype), mask)
 
     return run
 

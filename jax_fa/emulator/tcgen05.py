@@ -200,7 +200,8 @@ def tmem_load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     if len(items) != transfer.registers:
         raise mods.error(f"needs {transfer.registers} registers")
     kinds = ["f4" if decoder.home(item) == "f4" else "u4" for item in items]
-    writes = [decoder.write(item, kind) for item, kind in zip(items, kinds, strict=True)]
+    write = decoder.write_rows(target, kinds)
+    are_floats = set(kinds) == {"f4"}
     written = sum({1 << r.number for r in items if isinstance(r, Register)})
 
     def run(warp: Warp, mask: np.ndarray) -> None:
@@ -216,8 +217,12 @@ def tmem_load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         else:
             values = tmem.data[scattered]
         floats = values.view(np.float32)
-        for row, (write, kind) in enumerate(zip(writes, kinds, strict=True)):
-            write(warp.slots, floats[row] if kind == "f4" else values[row], mask)
+        rows = (
+            floats
+            if are_floats
+            else [floats[i] if kind == "f4" else values[i] for i, kind in enumerate(kinds)]
+        )
+        write(warp.slots, rows, mask)
         warp.machine.count("bytes TMEM load", 4 * values.size)
         if warp.machine.options.strict_ld:
             what = f"tcgen05.ld at line {ins.line}"

@@ -33,7 +33,8 @@ class Accumulator:
     def __init__(self, decoder: Decoder, vector: Vector, type_: str, columns: int) -> None:
         kind = "f4" if type_ == "f32" else "u4"
         self.columns, self.half = columns, type_ == "f16"
-        self.reads, self.writes = decoder.read_all(vector, kind), decoder.write_all(vector, kind)
+        self.reads = decoder.read_all(vector, kind)
+        self.write = decoder.write_rows(vector, [kind] * len(self.reads))
         self.key = tuple(r.number for r in vector.items if isinstance(r, Register))
 
     def load(self, slots: list) -> np.ndarray:
@@ -54,8 +55,7 @@ class Accumulator:
         else:
             parts = matrix.reshape(2, 8, self.columns // 8, 4, 2)
             rows = np.ascontiguousarray(parts.transpose(2, 0, 4, 1, 3)).reshape(-1, 32)
-        for row, write in zip(rows, self.writes, strict=True):
-            write(slots, row, mask)
+        self.write(slots, rows, mask)
 
 
 def a_fragment(registers: list[np.ndarray], type_: str) -> np.ndarray:
