@@ -266,12 +266,17 @@ def test_gradients_are_right_where_queries_are_swept_twice(kernels, completion, 
 @compiles
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "in_turn"])
 @pytest.mark.parametrize(
-    "case, head_dim", [(EVERYTHING, 96), (STRANGERS, 96), (EVERYTHING, 256)], ids=str
+    "case",
+    [replace(x, head_dim=d) for x, d in ((EVERYTHING, 96), (STRANGERS, 96), (EVERYTHING, 256))],
+    ids=lambda case: f"{case.name}_{case.head_dim}",
 )
-def test_gradients_are_right_where_everything_hides_keys(kernels, case, head_dim, deterministic):
-    case = replace(case, head_dim=head_dim)
-    got, wanted, *_ = call(kernels(head_dim, "general"), case, deterministic=deterministic)
+def test_gradients_are_right_where_everything_hides_keys(kernels, case, deterministic):
+    built = kernels(case.head_dim, "general")
+    got, wanted, *_ = call(built, case, deterministic=deterministic)
     assert_close(got, wanted, "bfloat16")
+
+
+DEEP = Case("deep", q_len=130, kv_len=500, heads=1, kv_heads=1)
 
 
 @needs_dsl
@@ -280,9 +285,12 @@ def test_gradients_are_right_where_everything_hides_keys(kernels, case, head_dim
 @pytest.mark.parametrize(
     "case, seeds",
     [
-        (Case("deep", q_len=130, kv_len=500, heads=1, kv_heads=1), 10),
-        (Case("causal", 1, 260, 400, 1, 1, 96, is_causal=True), 10),
-        (Case("wide", q_len=130, kv_len=500, heads=1, kv_heads=1, head_dim=256), 3),
+        (DEEP, 10),
+        (
+            Case("causal", q_len=260, kv_len=400, heads=1, kv_heads=1, head_dim=96, is_causal=True),
+            10,
+        ),
+        (replace(DEEP, head_dim=256), 3),
     ],
     ids=str,
 )
@@ -562,10 +570,9 @@ def test_additions_out_of_turn_change_bits(kernels):
     """Without its wait a deterministic run differs from schedule to schedule."""
     wait = r"(ld\.acquire\.gpu[^;]*;\s*)setp\.ge\.s32\s+(%p\d+), [^;]*;"
     built = spoiled(kernels(64, "full"), wait, r"\1setp.eq.u32 \2, 0, 0;")
-    case = Case("deep", q_len=130, kv_len=500, heads=1, kv_heads=1)
     options = Options(resident=4)
     runs = (
-        call(built, case, seed=seed, deterministic=True, num_sms=4, options=options)
+        call(built, DEEP, seed=seed, deterministic=True, num_sms=4, options=options)
         for seed in range(8)
     )
     assert len({sums.tobytes() for *_, sums in runs}) > 1
