@@ -37,6 +37,11 @@ from jax_fa.kernels.sm100.plan import (
 )
 from jax_fa.kernels.whole import whole_blocks
 
+MAXIMUM_STEP = 2.0**-14
+"""A row's maximum is rounded down to a multiple of this. Fine enough for P of the largest score to
+round to 1: what one key dominates is then that key's value, and its delta cancels dP in the
+backward. Coarse enough for ``softmax.exponentials`` to add it to a share of exponents exactly."""
+
 
 @cute.jit
 def blocks_of_rows(
@@ -144,6 +149,31 @@ def _signal_p(slot, is_pair: cutlass.Constexpr[bool]):
 
 
 @cute.jit
+def _raise_maximum(row: softmax.WholeRow, block: Float32, scale_log2: Float32) -> Float32:
+    """Takes in the maximum of another block; keeps the old one while it is not exceeded by much.
+
+    Called by whole warps. Returns the factor by which all that is relative to the old maximum, the
+    total too, has to shrink.
+    """
+    scaled = block * scale_log2
+    shrink = Float32(1.0)
+    # -inf exceeds nothing: -inf - (-inf) is NaN.
+    exceeds = primitives.minus(scaled, row.maximum[0]) > RESCALE_LOG2
+    # A loop of one pass at most, since of a branch the compiler would issue all instructions under
+    # a predicate. HAZARD: it ends because the difference is that of rounded numbers: of a product
+    # not rounded, some 2 ** 30, it could exceed the tolerance for ever.
+    while cute.arch.vote_any_sync(exceeds):
+        before = row.maximum[0]
+        rounded = primitives.floor(scaled * (1.0 / MAXIMUM_STEP)) * MAXIMUM_STEP
+        maximum = rounded if exceeds else before
+        row.maximum[0] = maximum
+        row.offset[0] = Float32(0.0) if maximum == -Float32.inf else -maximum
+        shrink = cute.math.exp2(before - maximum, fastmath=True) if exceeds else shrink
+        exceeds = primitives.minus(scaled, maximum) > RESCALE_LOG2
+    return shrink
+
+
+@cute.jit
 def _step(
     variant: cutlass.Constexpr,
     is_masked: cutlass.Constexpr[bool],
@@ -168,7 +198,7 @@ def _step(
         softmax.cap(rS, x.scalars.cap_inner_log2)
     if const_expr(is_masked):
         _mask(variant, x, sight, rS, block)
-    shrink = softmax.raise_maximum(row, softmax.whole_row_max(rS), scale_log2, RESCALE_LOG2)
+    shrink = _raise_maximum(row, softmax.whole_row_max(rS), scale_log2)
     x.smem.stats[thread, 0, index] = shrink
     cute.arch.sync_warp()
     with cute.arch.elect_one():
