@@ -246,8 +246,8 @@ class WholeRow(NamedTuple):
     """Running statistics of one row.
 
     Attributes:
-        maximum: (1,) base 2 logarithm of what ``total`` is relative to: an integer not far below
-            the maximum of the scaled scores, or -inf while no key was visible.
+        maximum: (1,) base 2 logarithm of what ``total`` is relative to: not far below the maximum
+            of the scaled scores, or -inf while no key was visible.
         offset: (1,) what is added in the exponent: -``maximum``, or 0 where that is infinite.
         total: (2,) sums of the probabilities of even and of odd columns.
     """
@@ -268,33 +268,6 @@ def reset_whole_row(row: WholeRow) -> None:
     row.maximum[0] = -Float32.inf
     row.offset.fill(0.0)
     row.total.fill(0.0)
-
-
-@cute.jit
-def raise_maximum(
-    row: WholeRow, block: Float32, scale_log2: Float32, tolerance_log2: cutlass.Constexpr[float]
-) -> Float32:
-    """Takes in the maximum of another block; keeps the old one while it is not exceeded by much.
-
-    Called by whole warps. Returns the factor by which all that is relative to the old maximum, the
-    total too, has to shrink. A maximum is rounded down to an integer, so that subtracting it is
-    exact and the factor a power of two.
-    """
-    scaled = block * scale_log2
-    shrink = Float32(1.0)
-    # -inf exceeds nothing: -inf - (-inf) is NaN.
-    exceeds = primitives.minus(scaled, row.maximum[0]) > tolerance_log2
-    # A loop of one pass at most, since of a branch the compiler would issue all instructions under
-    # a predicate. HAZARD: it ends because the difference is that of rounded numbers: of a product
-    # not rounded, some 2 ** 30, it could exceed the tolerance for ever.
-    while cute.arch.vote_any_sync(exceeds):
-        before = row.maximum[0]
-        maximum = primitives.floor(scaled) if exceeds else before
-        row.maximum[0] = maximum
-        row.offset[0] = Float32(0.0) if maximum == -Float32.inf else -maximum
-        shrink = cute.math.exp2(before - maximum, fastmath=True) if exceeds else shrink
-        exceeds = primitives.minus(scaled, maximum) > tolerance_log2
-    return shrink
 
 
 # 1 + c1 f + c2 f^2 + c3 f^3 + c4 f^4 is within 2.9e-6 of 2 ** f on [0, 1], relatively (minimax fit

@@ -32,8 +32,7 @@ The maximum that P is relative to is raised only when a row's scores exceed it b
 ``RESCALE_LOG2`` in base 2. Until then P may reach 2 ** 8, which float16 and bfloat16 hold without
 loss of precision, and the sum and the accumulator, in float32, are relative to the same maximum. So
 the accumulator is seldom touched, and when it is, the correct role does it, not the softmax roles,
-whose time bounds the kernel (kernel design after FlashAttention-4, arXiv:2603.05451). A maximum is
-rounded down to an integer in base 2: what is relative to it is then shrunk without rounding.
+whose time bounds the kernel (kernel design after FlashAttention-4, arXiv:2603.05451).
 
 # Note [One query tile]
 With D = Dv = 256, O of two query tiles would fill tensor memory, so a CTA has one, and S is a block
