@@ -144,6 +144,9 @@ def _sweep(
     leading, full = leading * work.num_heads, (full_end - full_start) * work.num_heads
     if work.is_partial:
         leading, full = work.num_steps, Int32(0)
+    if const_expr(variant.key.mask_mod is not None):
+        # Its blocks are all masked, and of the loops below it has the first alone.
+        leading = work.num_steps
     at = first_step(work, Int32(0))
     # Loops of their own: if one loop asked each tile whether to mask it, the compiler would issue
     # the instructions of the mask under a predicate for all of them.
