@@ -1,7 +1,7 @@
 #include "arguments.h"
 
 #include <optional>
-#include <sstream>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -29,12 +29,35 @@ constexpr const char* kBackwardOutputs[] = {"dq", "dk", "dv", "dsinks"};
 
 using Shape = std::vector<int64_t>;
 
+// Text is put together without streams: in processes with another C++ library beside this
+// extension's they have crashed (seen with jaxlib 0.11 and GCC 13).
 std::string ToString(const Shape& shape) {
-  std::ostringstream text;
-  text << "[";
-  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
-  text << "]";
-  return text.str();
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+std::string ToString(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::DataType::PRED:
+      return "PRED";
+    case ffi::DataType::S32:
+      return "S32";
+    case ffi::DataType::S64:
+      return "S64";
+    case ffi::DataType::U32:
+      return "U32";
+    case ffi::DataType::F16:
+      return "F16";
+    case ffi::DataType::BF16:
+      return "BF16";
+    case ffi::DataType::F32:
+      return "F32";
+    case ffi::DataType::F64:
+      return "F64";
+    default:
+      return "type " + std::to_string(static_cast<int>(dtype));
+  }
 }
 
 // Reads buffers by position and remembers the first complaint, so that callers read as a list.
@@ -98,10 +121,8 @@ class Reader {
     if (!buffer.has_value()) return nullptr;
     const Shape got(buffer->dimensions().begin(), buffer->dimensions().end());
     if (buffer->element_type() != dtype || got != shape) {
-      std::ostringstream text;
-      text << name << " should be " << dtype << ToString(shape) << ", but is "
-           << buffer->element_type() << ToString(got);
-      Complain(text.str());
+      Complain(std::string(name) + " should be " + ToString(dtype) + ToString(shape) + ", but is " +
+               ToString(buffer->element_type()) + ToString(got));
     }
     return buffer->untyped_data();
   }
