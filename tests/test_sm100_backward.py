@@ -179,6 +179,16 @@ def call(built, case, *, seed=0, deterministic=False, num_sms=2, options=None):
     return got, wanted, reports[1], arrays["dq_sum"]
 
 
+def assert_right_with_the_same_bits(runs):
+    """Of results of ``call``, the first are right, and all others equal them to the last bit."""
+    first, wanted, _, sums = runs[0]
+    assert_close(first, wanted, "bfloat16")
+    for got, _, _, other in runs[1:]:
+        assert other.tobytes() == sums.tobytes()
+        for name in ("dq", "dk", "dv"):
+            assert getattr(got, name).tobytes() == getattr(first, name).tobytes(), name
+
+
 compiles = pytest.mark.filterwarnings("default::DeprecationWarning")  # of the DSL, within the DSL
 
 GROUPED = Case("grouped", q_len=200, kv_len=300, heads=4, kv_heads=2, has_sinks=True)
@@ -291,12 +301,7 @@ def test_deterministic_gradients_have_the_same_bits_under_any_schedule(kernels, 
         call(built, case, seed=seed, deterministic=True, num_sms=4, options=options)
         for seed in range(10)
     ]
-    first, wanted, _, sums = runs[0]
-    assert_close(first, wanted, "bfloat16")
-    for got, _, _, other in runs[1:]:
-        assert other.tobytes() == sums.tobytes()
-        for name in ("dq", "dk", "dv"):
-            assert getattr(got, name).tobytes() == getattr(first, name).tobytes(), name
+    assert_right_with_the_same_bits(runs)
 
 
 @needs_dsl

@@ -15,6 +15,7 @@ from test_sm100_backward import (
     NO_WAIT,
     STRANGERS,
     WAIT,
+    assert_right_with_the_same_bits,
     call,
     plan_for,
     spoiled,
@@ -167,12 +168,7 @@ def test_deterministic_gradients_have_the_same_bits_under_any_schedule(kernels, 
         call(kernels(mask), case, seed=seed, deterministic=True, num_sms=6, options=options)
         for seed in range(10)
     ]
-    first, wanted, _, sums = runs[0]
-    assert_close(first, wanted, "bfloat16")
-    for got, _, _, other in runs[1:]:
-        assert other.tobytes() == sums.tobytes()
-        for name in ("dq", "dk", "dv"):
-            assert getattr(got, name).tobytes() == getattr(first, name).tobytes(), name
+    assert_right_with_the_same_bits(runs)
 
 
 @needs_dsl
