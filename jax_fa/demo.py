@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +28,7 @@ from tqdm import tqdm
 import jax_fa
 from jax_fa import demo_data
 from jax_fa.choice import Implementation
-from jax_fa.demo_checkpoint import Checkpoints
+from jax_fa.demo_checkpoint import CheckpointError, Checkpoints
 from jax_fa.demo_data import Text
 from jax_fa.demo_model import GPT, ModelConfig
 from jax_fa.demo_training import TrainConfig, loss_fn, make_trainer
@@ -65,6 +67,34 @@ class RunConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it should be at least 1.")
 
+    @property
+    def plot(self) -> Path:
+        """File of the loss curve."""
+        return self.output / "loss.png"
+
+
+@contextmanager
+def _interruption() -> Iterator[Callable[[], bool]]:
+    """Says whether Ctrl-C was pressed, instead of stopping at once; a second one does stop.
+
+    A step in progress has consumed the state, so that only between steps is there one to save.
+    """
+    if threading.current_thread() is not threading.main_thread():  # others have no signals
+        yield lambda: False
+        return
+    pressed = False
+
+    def note(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 @dataclass(frozen=True)
 class Demo:
@@ -85,6 +115,10 @@ class Demo:
 
         Returns:
             The model, and the loss of every step from the first on, those before a resume included.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be read or written.
+            KeyboardInterrupt: Ctrl-C; the last step is saved, and the message says so.
         """
         start = time.perf_counter()
         trainer, state = make_trainer(self.model, self.training)
@@ -94,23 +128,31 @@ class Demo:
             state, losses = checkpoints.restore(state)
             print(f"Resuming:  after step {len(losses)}")
         tokens = self.training.batch_size * self.model.context
-        with tqdm(
-            desc="Training",
-            total=self.run.steps * tokens,
-            initial=len(losses) * tokens,
-            unit=" tokens",
-            unit_scale=True,
-        ) as progress:
-            for step in range(len(losses), self.run.steps):
-                state, loss = trainer.step(state, self.batch(step))
+        with (
+            _interruption() as interrupted,
+            tqdm(
+                desc="Training",
+                total=self.run.steps * tokens,
+                initial=len(losses) * tokens,
+                unit=" tokens",
+                unit_scale=True,
+            ) as progress,
+        ):
+            while len(losses) < self.run.steps and not interrupted():
+                state, loss = trainer.step(state, self.batch(len(losses)))
                 losses.append(float(loss))
                 progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
                 progress.update(tokens)
-                is_last = step + 1 == self.run.steps
+                is_last = len(losses) == self.run.steps or interrupted()
                 if checkpoints is not None and (
                     is_last or len(losses) % self.run.checkpoint_every == 0
                 ):
                     checkpoints.save(state, losses)
+        if len(losses) < self.run.steps:
+            kept = "nothing is saved; --checkpoint DIR would save"
+            if checkpoints is not None:
+                kept = "which is saved; the same command goes on from there"
+            raise KeyboardInterrupt(f"after step {len(losses)}, {kept}")
         return trainer.model(state), losses
 
     def repeated_losses(self, count: int) -> list[float]:
@@ -162,7 +204,6 @@ def plot(losses: Sequence[float], repeated: Sequence[float], path: Path) -> None
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="jax_fa.demo")
     axes.grid(alpha=0.3)
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -229,30 +270,65 @@ def _describe(demo: Demo) -> None:
     print(f"Attention: {chosen}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the demo; returns the exit status."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+def _check_writable(path: Path) -> None:
+    """Raises OSError if ``path`` cannot be written; leaves no new file."""
     try:
-        configs = _config(ModelConfig, args), _config(TrainConfig, args), _config(RunConfig, args)
-        demo = Demo(*configs, demo_data.read(args.text, args.context))
-        _describe(demo)
-        folder = demo.run.checkpoint
-        checkpoints = None if folder is None else Checkpoints(folder, demo.model, demo.training)
-    except (ValueError, OSError, NotImplementedError) as error:
-        parser.error(str(error))
-    with checkpoints or nullcontext():
-        model, losses = demo.train(checkpoints)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise OSError(f"--output: {path} cannot be written: {error.strerror}.") from error
+
+
+def _prepare(args: argparse.Namespace) -> tuple[Demo, Checkpoints | None]:
+    """Everything that can be refused before a long run."""
+    configs = _config(ModelConfig, args), _config(TrainConfig, args), _config(RunConfig, args)
+    demo = Demo(*configs, demo_data.read(args.text, args.context))
+    _describe(demo)
+    _check_writable(demo.run.plot)
+    if demo.run.checkpoint is None:
+        return demo, None
+    return demo, Checkpoints(demo.run.checkpoint, demo.model, demo.training, demo.text)
+
+
+def _run(demo: Demo, checkpoints: Checkpoints | None) -> int:
+    """Trains, samples, plots and checks; returns the exit status."""
+    model, losses = demo.train(checkpoints)
     held_out = demo.held_out_loss(model)
     print(f"Loss:      {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte, held out {held_out:.3f}")
     prompt = demo.text.held_out[: min(_PROMPT_LENGTH, demo.model.context // 2)]
     continuation = sample(model, prompt, demo.training.seed)
     print(f"Prompt:    {_readable(prompt.tobytes())}\nSample:    {_readable(continuation)}")
     repeated = demo.repeated_losses(min(_CHECK_STEPS, len(losses)))
-    path = demo.run.output / "loss.png"
-    plot(losses, repeated, path)
-    print(f"Plot:      {path}")
+    plot(losses, repeated, demo.run.plot)
+    print(f"Plot:      {demo.run.plot}")
     return 0 if check(losses, repeated, _CHECK_TOLERANCE[demo.model.dtype]) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demo.
+
+    Returns:
+        The exit status: 0, 1 for a run that failed, 130 for Ctrl-C. A run that cannot begin exits
+        with 2.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        try:
+            demo, checkpoints = _prepare(args)
+        except (ValueError, NotImplementedError, OSError, CheckpointError) as error:
+            parser.exit(2, f"{parser.prog}: error: {error}\n")
+        with checkpoints or nullcontext():
+            return _run(demo, checkpoints)
+    except (OSError, CheckpointError) as error:
+        status, message = 1, f"error: {error}"
+    except KeyboardInterrupt as error:
+        status, message = 130, f"interrupted {error}".rstrip()
+    print(f"{parser.prog}: {message}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,13 @@ class Text(NamedTuple):
     training: np.ndarray
     held_out: np.ndarray
     source: str
+
+    def digest(self) -> str:
+        """sha256 of the bytes and of the border between the two parts."""
+        digest = hashlib.sha256(f"{len(self.training)} ".encode())
+        digest.update(self.training.tobytes())
+        digest.update(self.held_out.tobytes())
+        return digest.hexdigest()
 
     def batch(self, step: int, shape: tuple[int, int], seed: int) -> np.ndarray:
         """Random windows [B, T + 1] for one step: inputs and, shifted by one, what follows them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ class TrainConfig:
             needs no number of steps, so that a finished run can go on.
         weight_decay: of AdamW.
         max_gradient_norm: longer gradients are shortened to it.
-        seed: of the initial parameters and of the batches.
+        seed: of the initial parameters and of the batches, 32 bits.
     """
 
     batch_size: int = 8
@@ -43,6 +44,11 @@ class TrainConfig:
         for name in ("batch_size", "warmup_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it should be at least 1.")
+        for name in ("learning_rate", "weight_decay", "max_gradient_norm"):
+            if not 0 <= getattr(self, name) < math.inf:  # refuses NaN, too
+                raise ValueError(f"{name} is {getattr(self, name)}; it should be finite and >= 0.")
+        if not 0 <= self.seed < 1 << 32:  # jax drops the bits above these without 64-bit types
+            raise ValueError(f"seed is {self.seed}; it should be from 0 to {(1 << 32) - 1}.")
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
