@@ -7,10 +7,10 @@ them in ``recorded/units.npz``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+from ptx_units import Unit, kernel
 
 from jax_fa.emulator.layouts import swizzle
 
@@ -23,46 +23,6 @@ ELEMENTS = {
 }
 THREADS = {"function": 256, "wgmma": 128, "mma": 32}
 COLUMNS = 16  # N of wgmma
-
-
-class Unit(NamedTuple):
-    """One kernel launch.
-
-    Attributes:
-      ptx: a kernel named "test", whose parameters are the addresses of the arrays.
-      arrays: uint32; the last one is the result.
-      grid: CTAs.
-      block: threads of each.
-    """
-
-    ptx: str
-    arrays: tuple[np.ndarray, ...]
-    grid: int
-    block: int
-
-
-def kernel(names: str, body: str, shared: int = 0) -> str:
-    """PTX; %NAME is the address of each buffer, %thread the thread and %cta the CTA."""
-    buffers = names.split()
-    loads = "\n".join(f".reg .b64 %{n};\nld.param.u64 %{n}, [p_{n}];" for n in buffers)
-    memory = f".shared .align 1024 .b8 smem[{shared}];" if shared else ""
-    return f""".version 8.0
-.target sm_90a
-.address_size 64
-.visible .entry test({", ".join(f".param .u64 p_{n}" for n in buffers)})
-{{
-.reg .pred %p<2>;
-.reg .b32 %r<64>;
-.reg .b64 %d<8>;
-.reg .b32 %thread, %cta;
-{memory}
-mov.u32 %thread, %tid.x;
-mov.u32 %cta, %ctaid.x;
-{loads}
-{body}
-ret;
-}}
-"""
 
 
 def registers(first: int, count: int) -> str:

@@ -7,8 +7,9 @@ import hardware_units
 import numpy as np
 import pytest
 from hardware import Recorded
+from mechanisms import MECHANISMS
 
-from jax_fa.emulator import Launch, Memory, emulate
+from jax_fa.emulator import Launch, Memory, Options, emulate
 
 RESULTS = np.load(hardware.FOLDER / "results.npz")
 UNITS = np.load(hardware.FOLDER / "units.npz")
@@ -31,16 +32,32 @@ def test_kernels_compute_the_same_bits(dtype, case):
         assert got.crc == wanted.crc, f"{name}: {difference(got.some, wanted.some)}"
 
 
-@pytest.mark.parametrize("name", hardware_units.UNITS)
-def test_instructions_compute_the_same_bits(name):
-    unit = hardware_units.UNITS[name]
+def emulated(unit, seed=0, options=None):
+    """The result of one launch."""
     arrays = [array.copy() for array in unit.arrays]
     memory = Memory()
     addresses = [memory.add(str(index), array) for index, array in enumerate(arrays)]
     params = tuple(struct.pack("<Q", address) for address in addresses)
-    emulate(unit.ptx, Launch((unit.grid, 1, 1), (unit.block, 1, 1), params), memory)
-    got, wanted = arrays[-1].reshape(-1), UNITS[name].reshape(-1)
+    launch = Launch((unit.grid, 1, 1), (unit.block, 1, 1), params, cluster=(unit.cluster, 1, 1))
+    emulate(unit.ptx, launch, memory, seed=seed, options=options or Options())
+    return arrays[-1]
+
+
+@pytest.mark.parametrize("name", hardware_units.UNITS)
+def test_instructions_compute_the_same_bits(name):
+    got, wanted = emulated(hardware_units.UNITS[name]).reshape(-1), UNITS[name].reshape(-1)
     assert np.array_equal(got, wanted), difference(got, wanted)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_mechanisms_of_cta_pairs_work_under_every_schedule(name):
+    """``tests/gpu/test_mechanisms.py`` is the same on a GPU."""
+    unit, expected = MECHANISMS[name]
+    warps = unit.block // 32
+    for completion in ("eager", "lazy", "random"):
+        for starved in (None, *range(0, warps, warps // 6 + 1)):
+            options = Options(completion=completion, starved=starved, resident=unit.grid)
+            np.testing.assert_array_equal(emulated(unit, 7, options), expected)
 
 
 def test_inputs_are_those_of_the_recording():

@@ -10,7 +10,6 @@ needed, and leaves the results as they are.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "emulator")]
 import hardware  # noqa: E402
 import hardware_units  # noqa: E402
 from cases import Case, make  # noqa: E402
+from driver import Driver  # noqa: E402
 
 from jax_fa import _jax_fa, operations  # noqa: E402
 from jax_fa.emulator import Launch, Memory  # noqa: E402
@@ -80,46 +80,6 @@ def measure(case: Case, dtype: str) -> dict[str, np.ndarray]:
     if grads.sinks is not None:
         results["dsinks"] = grads.sinks
     return {name: np.asarray(x) for name, x in results.items()}
-
-
-class Driver:
-    """As much of libcuda as launches of ``hardware_units`` take."""
-
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
-        context = ctypes.c_void_p()
-        self("cuInit", 0)
-        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-        self("cuCtxSetCurrent", context)
-
-    def __call__(self, name: str, *arguments: Any) -> None:
-        """Calls a function of the driver."""
-        status = getattr(self.library, name)(*arguments)
-        if status:
-            raise RuntimeError(f"{name} answered {status}")
-
-    def run(self, unit: hardware_units.Unit) -> np.ndarray:
-        """The result of one launch."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self("cuModuleLoadData", ctypes.byref(module), unit.ptx.encode())
-        self("cuModuleGetFunction", ctypes.byref(function), module, b"test")
-        pointers = []
-        for array in unit.arrays:
-            pointer, size = ctypes.c_uint64(), ctypes.c_size_t(array.nbytes)
-            self("cuMemAlloc_v2", ctypes.byref(pointer), size)
-            self("cuMemcpyHtoD_v2", pointer, array.ctypes.data_as(ctypes.c_void_p), size)
-            pointers.append(pointer)
-        addresses = [ctypes.cast(ctypes.byref(p), ctypes.c_void_p) for p in pointers]
-        packed = (ctypes.c_void_p * len(addresses))(*addresses)
-        extents = (unit.grid, 1, 1, unit.block, 1, 1, 0)
-        self("cuLaunchKernel", function, *extents, None, packed, None)
-        result = np.zeros_like(unit.arrays[-1])
-        size = ctypes.c_size_t(result.nbytes)
-        self("cuMemcpyDtoH_v2", result.ctypes.data_as(ctypes.c_void_p), pointers[-1], size)
-        for pointer in pointers:
-            self("cuMemFree_v2", pointer)
-        self("cuModuleUnload", module)
-        return result
 
 
 def main() -> None:
