@@ -1,20 +1,22 @@
 """Judges compiled variants: resources, machine code, and the model of what their GPU allows.
 
 ``audit`` makes one ``Report`` of an object that ``jax_fa.aot`` wrote. What it says comes from three
-sources, which it keeps apart: *compiled* (read from the object), *planned* (``kernels/*/plan.py``
-and ``config.py``, which the object was made from) and *model* (``roofline.py``).
+sources, which it keeps apart: *compiled* (read from the object and its PTX), *planned*
+(``kernels/*/plan.py`` and ``config.py``, which the object was made from) and *model*
+(``roofline.py``).
 """
 
 from __future__ import annotations
 
 import importlib
+import lzma
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_fa import aot_cubin, aot_sass, config, roofline
+from jax_fa import aot_cubin, aot_ptx, aot_sass, config, roofline
 from jax_fa.band import Band
 from jax_fa.kernels import banks
 from jax_fa.kernels.edges import TMEM_COLS, Plan, PlanError
@@ -319,6 +321,19 @@ def audit_code(report: Report, variant: Variant, code: Sequence[aot_sass.Code]) 
         report.problems.append(
             f"polynomials for {report.softmax.polynomials:.1%} of exponentials, not {planned:.1%}"
         )
+
+
+def audit_ptx(report: Report, variant: Variant, path: Path) -> None:
+    """Adds to ``report`` how the PTX at ``path`` hands tensor memory over (``aot_ptx.py``)."""
+    if expectation(variant).mma != "tcgen05.mma":
+        return
+    if not path.exists():
+        report.problems.append(f"no {path.name} to check the use of tensor memory in")
+        return
+    found = aot_ptx.complaints(lzma.decompress(path.read_bytes()).decode())
+    report.problems.extend(found)
+    if not found:
+        report.praise.append("tensor memory handed over in order")
 
 
 def _judge_instructions(report: Report, expected: _Expectation, counts: dict[str, int]) -> None:

@@ -2,8 +2,9 @@
 
 DIR holds what ``jax_fa.aot`` wrote. Of every variant there: registers, stack (where spilled
 registers live), shared and tensor memory; machine code counted by meaning, with a verdict in plain
-words; the softmax of a 128 x 128 tile as the machine code has it; bank conflicts; and beside all
-that a *model*, marked as such: cycles of the units of an SM, the bound, arithmetic intensity.
+words; the softmax of a 128 x 128 tile as the machine code has it; bank conflicts; whether the PTX
+has the waits and fences that tensor memory needs; and beside all that a *model*, marked as such:
+cycles of the units of an SM, the bound, arithmetic intensity.
 Without DIR, the model alone, of everything that can be compiled.
 
 Exits with status 1 if a variant spills or fails its verdict. Reading machine code needs
@@ -293,6 +294,7 @@ def _audited(options: argparse.Namespace, variants: Sequence[Variant]) -> list[R
         report = aot_audit.resources(variant, path, dynamic.get(variant.name, ()))
         if nvdisasm is not None:
             aot_audit.audit_code(report, variant, aot_sass.disassemble(path, nvdisasm))
+        aot_audit.audit_ptx(report, variant, path.with_suffix(".ptx.xz"))
         return report
 
     # Most of the time is the disassembler's, a process of its own.

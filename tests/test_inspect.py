@@ -1,12 +1,15 @@
 """The audit of compiled kernels: machine code, bank conflicts, verdicts, what is printed."""
 
 import json
+import lzma
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from jax_fa import aot_audit, aot_cubin, aot_sass, config, inspect
+import jax_fa
+from jax_fa import aot_audit, aot_cubin, aot_ptx, aot_sass, config, inspect
 from jax_fa.aot_sass import Code, Instruction
 from jax_fa.kernels import banks
 from jax_fa.variants import BY_NAME, VARIANTS
@@ -302,6 +305,152 @@ def test_the_bound_of_a_tile_is_no_higher_than_flash_attention_4s(heads, mask):
         assert ours["exp2"] < 0.75 * theirs
 
 
+# -------------------------------------------------------------------------------- tensor memory
+
+HAND_OVER = """
+.target sm_100f
+.visible .entry kernel(
+	.param .u64 out
+)
+{
+	add.s32 	%r2, %r1, 8;
+	@%p0 bra 	$product;
+$loop:
+	{
+	.reg .pred 	P1;
+	LAB_WAIT:
+	mbarrier.try_wait.parity.shared.b64 P1, [%r1], %r3, 10000000;
+	@P1 bra.uni DONE;
+	bra.uni 	LAB_WAIT;
+	DONE:
+	}
+	tcgen05.fence::after_thread_sync;
+	tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r4}, [%r5];
+	tcgen05.wait::ld.sync.aligned;
+	tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r4};
+	tcgen05.wait::st.sync.aligned;
+	tcgen05.fence::before_thread_sync;
+	bar.warp.sync 	-1;
+	@%p1 bra 	$other;
+	mbarrier.arrive.shared.b64 %rd1, [%r2], %r6;
+$other:
+	@%p2 bra 	$loop;
+	bar.sync 	0;
+	tcgen05.dealloc.cta_group::1.sync.aligned.b32 	%r5, %r7;
+	ret;
+$product:
+	{
+	LAB_WAIT:
+	mbarrier.try_wait.parity.shared.b64 P1, [%r1+8], %r3, 10000000;
+	@!P1 bra.uni LAB_WAIT;
+	}
+	tcgen05.fence::after_thread_sync;
+	tcgen05.mma.cta_group::1.kind::f16 [%r4], %rd1, %rd2, %r5, %p2;
+	tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 	[%r1];
+	ret;
+}
+"""
+"""A thread takes S over from a product, and hands P back."""
+
+
+def without(text, *substrings):
+    """``text`` with empty lines in place of those that hold one of ``substrings``."""
+    lines = text.split("\n")
+    return "\n".join("" if any(part in line for part in substrings) else line for line in lines)
+
+
+def line_of(text, part):
+    return next(i for i, line in enumerate(text.split("\n"), 1) if part in line)
+
+
+@pytest.mark.parametrize(
+    "removed, at, complaint",
+    [
+        ("wait::ld", "tcgen05.st", "st without tcgen05.wait::ld behind the ld of line"),
+        ("wait::ld", "fence::before", "before without tcgen05.wait::ld behind the ld of line"),
+        ("wait::st", "fence::before", "before without tcgen05.wait::st behind the st of line"),
+        ("fence::before", "arrive.shared.b64", "arrive without tcgen05.fence::before_thread_sync"),
+        ("fence::after", "tcgen05.ld", "ld without tcgen05.fence::after_thread_sync behind"),
+        ("fence::after", "tcgen05.mma", "mma without tcgen05.fence::after_thread_sync behind"),
+        ("tcgen05.fence", "tcgen05.ld", "ld without tcgen05.fence::after_thread_sync behind"),
+    ],
+)
+def test_a_missing_wait_or_fence_is_told_with_its_line(removed, at, complaint):
+    assert aot_ptx.complaints(HAND_OVER) == ()
+    told = f"PTX line {line_of(HAND_OVER, at)}: {complaint}"
+    assert any(each.startswith(told) for each in aot_ptx.complaints(without(HAND_OVER, removed)))
+
+
+def test_a_barrier_between_threads_that_share_columns_needs_both_fences():
+    shared = HAND_OVER.replace("\ttcgen05.st.", "\tbar.sync 	1, 256;\n\ttcgen05.st.")
+    told = " ".join(aot_ptx.complaints(shared))
+    assert "sync without tcgen05.fence::before" in told
+    assert "st without tcgen05.fence::after" in told
+    fences = [f"\ttcgen05.fence::{where}_thread_sync;\n" for where in ("before", "after")]
+    fenced = "\tbar.sync 	1, 256;\n".join(fences)
+    assert aot_ptx.complaints(shared.replace("\tbar.sync 	1, 256;\n", fenced)) == ()
+
+
+def test_a_wait_on_one_of_two_paths_is_not_enough():
+    skipped = HAND_OVER.replace("\ttcgen05.wait::st", "\t@%p3 bra $skip;\n\ttcgen05.wait::st")
+    skipped = skipped.replace("\ttcgen05.fence::before", "$skip:\n\ttcgen05.fence::before")
+    assert any("tcgen05.wait::st" in each for each in aot_ptx.complaints(skipped))
+
+
+def test_texts_that_differ_in_target_and_names_are_read_once(monkeypatch):
+    aot_ptx.complaints(HAND_OVER)
+    monkeypatch.delattr(aot_ptx, "_events")
+    other = HAND_OVER.replace("sm_100f", "sm_110f").replace("entry kernel", "entry kernel_110")
+    assert aot_ptx.complaints(other) == ()
+
+
+def test_ptx_that_is_laid_out_otherwise_is_not_passed_over():
+    with pytest.raises(ValueError, match="does not begin its line"):
+        aot_ptx.complaints(HAND_OVER.replace("aligned;\n\ttcgen05.st", "aligned; tcgen05.st"))
+
+
+def compiled_ptx():
+    """Variant -> PTX of the extension's kernels for tensor memory."""
+    folder = Path(jax_fa._jax_fa.__file__).parent / "ptx"
+    return {
+        variant: lzma.decompress(path.read_bytes()).decode()
+        for variant in VARIANTS
+        if aot_audit.expectation(variant).mma == "tcgen05.mma"
+        and (path := folder / f"{variant.name}.ptx.xz").exists()
+    }
+
+
+def single_removals(text):
+    """PTX without one wait or fence that no other one makes redundant, by what was removed."""
+    lines = text.split("\n")
+    numbers = {
+        name: [i for i, line in enumerate(lines) if f"tcgen05.{name}" in line]
+        for name in ("wait::ld", "wait::st", "fence::before", "fence::after")
+    }
+    # The first before_thread_sync is behind the allocation; of several waits, the last one counts.
+    before = numbers["fence::before"][1]
+    chosen = {name: numbers[name][-1] for name in ("wait::st", "fence::after")}
+    chosen["fence::before"] = before
+    chosen["wait::ld"] = max(i for i in numbers["wait::ld"] if i < before)
+    for name, number in chosen.items():
+        yield name, "\n".join(["" if i == number else line for i, line in enumerate(lines)])
+
+
+def test_every_compiled_kernel_has_its_waits_and_fences_and_misses_one():
+    kernels = compiled_ptx()
+    if not kernels:
+        pytest.skip("this build holds no PTX with tensor memory")
+    assert {v.name: aot_ptx.complaints(text) for v, text in kernels.items()} == {
+        v.name: () for v in kernels
+    }
+    for variant, text in kernels.items():
+        if variant.arch != "sm100" or variant.key.mask != "full" or variant.key.has_soft_cap:
+            continue
+        assert aot_ptx.complaints(without(text, "tcgen05.fence")), variant.name
+        for name, faulty in single_removals(text):
+            assert any(name in told for told in aot_ptx.complaints(faulty)), (variant.name, name)
+
+
 # ------------------------------------------------------------------------------ the command line
 
 
@@ -341,9 +490,18 @@ def test_reports_are_printed_and_a_problem_is_the_exit_status(
     monkeypatch.setattr(aot_sass, "find_nvdisasm", lambda: tmp_path)
     monkeypatch.setattr(aot_sass, "disassemble", lambda path, nvdisasm: (softmax_code(),))
     path = tmp_path / "out.json"
+    ptx = tmp_path / f"{FORWARD.name}.ptx.xz"
+    assert inspect.main([str(tmp_path)]) == 1
+    assert f"no {ptx.name} to check" in capsys.readouterr().out
+    ptx.write_bytes(lzma.compress(without(HAND_OVER, "wait::st").encode()))
+    assert inspect.main([str(tmp_path), "--no-sass"]) == 1
+    line = line_of(HAND_OVER, "fence::before")
+    assert f"{FORWARD.name}: PTX line {line}: before without" in capsys.readouterr().out
+    ptx.write_bytes(lzma.compress(HAND_OVER.encode()))
     assert inspect.main([str(tmp_path), "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     assert f"{FORWARD.name}: tcgen05.mma, TMA both ways" in printed
+    assert "tensor memory handed over in order: ok" in printed
     assert "18.8%" in printed
     (found,) = json.loads(path.read_text())["variants"]
     assert found["verdict"].endswith(": ok") and found["counts"]["tcgen05.mma"] == 1

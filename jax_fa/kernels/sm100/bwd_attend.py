@@ -203,7 +203,9 @@ def _step(
     if const_expr(variant.p_moves):
         # HAZARD: P of the second warpgroup goes where S of the first one was.
         read = variant.plan.barrier("read")
+        primitives.before_thread_sync()
         cute.arch.barrier(barrier_id=read.index, number_of_threads=read.threads)
+        primitives.after_thread_sync()
     lse2 = x.smem.stats[None, 0, stats_full.index]
     for j in cutlass.range_constexpr(half_q // CHUNK):
         scores = rS[None, None, j]
