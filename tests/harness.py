@@ -19,6 +19,7 @@ import jax_fa
 from jax_fa import vjp
 from jax_fa.choice import Forced
 from jax_fa.problem import Operands
+from jax_fa.variants import Variant
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,6 +57,20 @@ def data(case: Case, dtype: str) -> Data:
 def wanted(case: Case, dtype: str) -> Tolerance:
     """Exact results of a case, forward and backward, and the tolerance."""
     return tolerance(data(case, dtype).operands, case.semantics, data(case, dtype).cotangents)
+
+
+def inputs_for(variant: Variant, case: Case) -> dict[str, Any]:
+    """Operands by name, and for a backward what a forward would have saved."""
+    given = data(case, variant.key.dtype)
+    inputs = {name: x for name, x in given.operands._asdict().items() if x is not None}
+    if variant.operation == "fwd":
+        return inputs
+    forward = wanted(case, variant.key.dtype).rounded
+    saved = {
+        "out": forward.out.astype(inputs["q"].dtype),
+        "lse": forward.lse.astype(np.float32),
+    }
+    return {**inputs, **saved, **dict(zip(("dout", "dlse"), given.cotangents, strict=True))}
 
 
 @cache

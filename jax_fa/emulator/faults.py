@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
@@ -65,6 +65,20 @@ class UninitializedReadError(EmulationError):
 
 class AsyncHazardError(EmulationError):
     """Data that an asynchronous unit may still read or write is touched too early."""
+
+
+class ProductOrderError(AsyncHazardError):
+    """A product or copy meets TMEM columns of an unfinished one that it may overtake.
+
+    Attributes:
+      first: the `tcgen05.Issued` that was issued before.
+      second: the one that may overtake it.
+    """
+
+    def __init__(self, message: str, first: Any, second: Any) -> None:
+        super().__init__(message)
+        self.first = first
+        self.second = second
 
 
 class ProxyFenceError(EmulationError):

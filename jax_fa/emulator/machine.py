@@ -49,6 +49,8 @@ class Options:
         False collects those in the report.
       strict_ld: tcgen05.ld results may not be used before tcgen05.wait::ld. Off by default,
         since compilers leave that wait to ptxas.
+      ordered_products: the matrix unit works off all that a CTA issued in its order. False leaves
+        it only the order that PTX promises: what may overtake and shares TMEM columns is a fault.
       starved: index of a warp, in every CTA, that runs only when no other can and lets others run
         at every synchronisation instruction; finds what is right only while warps keep pace.
       resident: clusters that run at the same time; more are admitted when all of them wait.
@@ -58,6 +60,7 @@ class Options:
     completion: str = "random"
     strict: bool = True
     strict_ld: bool = False
+    ordered_products: bool = True
     starved: int | None = None
     resident: int = 1
     max_segments: int = 50_000_000
@@ -165,10 +168,10 @@ class Machine:
                 self._advance(key)
         return operation
 
-    def finish(self, operation: Operation) -> None:
-        """Completes an operation that another one waits for."""
+    def finish(self, operation: Operation, pipe: Hashable = None) -> None:
+        """Completes an operation that another one waits for, and those before it in its pipe."""
         while not operation.finished:
-            self._advance(operation)
+            self._advance(operation if pipe is None else pipe)
 
     def gives_up(self) -> bool:
         """Whether a polling wait reports failure at once."""

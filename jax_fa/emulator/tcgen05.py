@@ -2,6 +2,12 @@
 
 Multiplies, copies and commits issued by one CTA (or, for cta_group::2, by one pair) form a FIFO
 that the scheduler works off. Operands and accumulators are claimed from issue to completion.
+
+PTX promises less than a FIFO: multiplies keep their order if they have accumulator, shape and kind
+in common, copies come before the multiplies behind them, commits behind everything. With
+``Options.ordered_products`` False only that holds: every accumulator, shape and kind has a FIFO of
+its own, and an operation that shares cells with an unfinished one that it may overtake is a
+``ProductOrderError``. Without ``Options.strict`` such operations are collected, and wait.
 """
 
 from __future__ import annotations
@@ -17,19 +23,20 @@ from jax_fa.emulator.decode import Decoder
 from jax_fa.emulator.dot import Factors, Rule, multiply_add
 from jax_fa.emulator.faults import (
     OutOfBoundsError,
+    ProductOrderError,
     TensorMemoryError,
     UnknownInstructionError,
 )
 from jax_fa.emulator.layouts import Tile, matrix_descriptor
 from jax_fa.emulator.loadstore import address_reader
-from jax_fa.emulator.machine import Operation
+from jax_fa.emulator.machine import Machine, Operation
 from jax_fa.emulator.matrix import SharedOperand
 from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT
 from jax_fa.emulator.numerics import matrix_values
 from jax_fa.emulator.ptx import Address, Instruction, Register, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
-from jax_fa.emulator.sync import signalled_mbarrier
-from jax_fa.emulator.tmem import Cells
+from jax_fa.emulator.sync import Mbarrier, signalled_mbarrier
+from jax_fa.emulator.tmem import Cells, User
 from jax_fa.emulator.values import LANES
 from jax_fa.emulator.warp import InFlight, Wait, Warp
 
@@ -52,6 +59,79 @@ def _pair(warp: Warp, group: int) -> list[Cta]:
     if first + 1 >= len(ctas):
         raise OutOfBoundsError("cta_group::2 needs a cluster with an even number of CTAs")
     return ctas[first : first + 2]
+
+
+# Order.
+
+
+class Issued:
+    """A multiply or copy from its issue on: its claims in tensor memory, and what it waits for.
+
+    Attributes:
+      line: in the PTX.
+      who: for messages.
+      pipe: of the CTA or pair.
+      stream: what it has in common with the operations that it keeps its order with: kind, shape
+        and address of the accumulator. None for a copy.
+      a: column of A, None if A is in shared memory.
+      operation: what was submitted.
+    """
+
+    def __init__(self, warp: Warp, ins: Instruction, group: int) -> None:
+        self.line = ins.line
+        self.who = f"the {ins.opcode} issued by {warp} at line {ins.line}"
+        self.pipe = _pipe(warp, group)
+        self.stream: tuple[str, tuple[int, int, int], int] | None = None
+        self.a: int | None = None
+        self.operation: Operation | None = None
+        self._warp = warp
+        self._claims: list[tuple[Cta, object]] = []
+        self._before: list[Issued] = []
+
+    def hold(self, cta: Cta, cells: Cells, access: str) -> None:
+        """Claims cells until completion."""
+        user = User(self.who, cells, access, self)
+        if not self._warp.machine.options.ordered_products:
+            for other in cta.tmem.sharers(user):
+                self._follow(other, access)
+        key = object()
+        cta.tmem.begin(key, user)
+        self._claims.append((cta, key))
+
+    def submit(self, run: Callable[[], None]) -> None:
+        """Hands ``run`` to the matrix unit."""
+        machine = self._warp.machine
+
+        def work() -> None:
+            for first in self._before:
+                machine.finish(first.operation, first.key(machine))
+            self._before.clear()
+            run()
+            for cta, key in self._claims:
+                cta.tmem.end(key)
+
+        self.operation = Operation(self.who, (work,), self._warp.place)
+        machine.submit(self.operation, self.key(machine))
+
+    def key(self, machine: Machine) -> tuple:
+        """Key of the FIFO that it is in."""
+        return self.pipe if machine.options.ordered_products else (*self.pipe, self.stream)
+
+    def _follow(self, other: User, access: str) -> None:
+        """Stays behind an operation that it shares cells with, by a promise or not."""
+        first = other.issued
+        if first.pipe == self.pipe and first.stream == self.stream is not None:
+            return
+        self._before.append(first)
+        if first.stream is None and self.stream is not None:
+            return
+        error = ProductOrderError(
+            f"{self.who} may {access} TMEM cells before {first.who} {other.access}s them: PTX "
+            "keeps the order of multiplies of one accumulator, shape and kind only",
+            first,
+            self,
+        )
+        self._warp.machine.report(error, self._warp.place)
 
 
 # Allocation.
@@ -357,13 +437,6 @@ class _Half:
         self.cta = cta
         self.cells = cells
         self.a: Callable[[], Factors] | None = None
-        self.users: list[object] = []
-
-    def hold(self, who: str, cells: Cells, access: str) -> None:
-        """Claims TMEM cells until completion."""
-        key = object()
-        self.cta.tmem.begin(key, who, cells, access)
-        self.users.append(key)
 
 
 @effect("tcgen05.mma")
@@ -388,16 +461,15 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         if any(int(r(slots)[lane]) for r in disabled):
             raise UnknownInstructionError(f"{ins}: disabled output lanes are not implemented")
         shape = instruction_descriptor(int(idesc_read(slots)[lane]), kind)
-        who = f"the {ins.opcode} issued by {warp} at line {ins.line}"
-        adds = bool(accumulate(slots)[lane])
+        issued, adds = Issued(warp, ins, group), bool(accumulate(slots)[lane])
+        who, d_address = issued.who, int(d_read(slots)[lane])
+        issued.stream = kind, (shape.rows, shape.columns, shape.depth), d_address
         ctas = _pair(warp, group)
         halves, claims, b_parts = [], [], []
         for cta in ctas:
             half = _Half(
                 cta,
-                accumulator_cells(
-                    cta, int(d_read(slots)[lane]), shape.rows // group, shape.columns, group
-                ),
+                accumulator_cells(cta, d_address, shape.rows // group, shape.columns, group),
             )
             b_tile = Tile(shape.columns // group, shape.depth, _size(shape.b_type), shape.b_mn)
             operand = SharedOperand(
@@ -409,7 +481,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             claims.append(_claim(cta, operand, who))
             b_parts.append(operand)
             if from_tmem:
-                half.a = _tmem_operand(half, int(a_read(slots)[lane]), shape, group, who)
+                half.a = _tmem_operand(half, int(a_read(slots)[lane]), shape, group, issued)
             else:
                 tile = Tile(shape.rows // group, shape.depth, _size(shape.a_type), shape.a_mn)
                 operand = SharedOperand(
@@ -423,7 +495,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             for cells in half.cells:
                 if adds:
                     cta.tmem.check_settled(cells, f"{who} accumulates in")
-                half.hold(who, cells, "write")
+                issued.hold(cta, cells, "write")
             halves.append(half)
 
         def compute() -> None:
@@ -432,11 +504,8 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 _multiply_half(half, b, shape, who if adds else None)
             for cta, claim in claims:
                 cta.shared.end(claim)
-            for half in halves:
-                for key in half.users:
-                    half.cta.tmem.end(key)
 
-        warp.machine.submit(Operation(who, (compute,), warp.place), _pipe(warp, group))
+        issued.submit(compute)
         warp.machine.count("flops tcgen05.mma", 2 * shape.rows * shape.columns * shape.depth)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
@@ -458,16 +527,18 @@ def _size(type_: str) -> int:
 
 
 def _tmem_operand(
-    half: _Half, address: int, shape: Shape, group: int, who: str
+    half: _Half, address: int, shape: Shape, group: int, issued: Issued
 ) -> Callable[[], Factors]:
     """A from TMEM: row = lane, packed elements along the columns."""
+    who = issued.who
     if shape.rows // group != 128:
         raise UnknownInstructionError(f"{who}: A from TMEM with {shape.rows // group} rows per CTA")
     tmem = half.cta.tmem
     size = _size(shape.a_type)
     cells = tmem.cells(address >> 16, address & 0xFFFF, 128, shape.depth * size // 4)
     tmem.check_settled(cells, f"{who} reads")
-    half.hold(who, cells, "read")
+    issued.a = address & 0xFFFF
+    issued.hold(half.cta, cells, "read")
     bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[size]
 
     def factors() -> Factors:
@@ -512,25 +583,23 @@ def copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
     def one(warp: Warp, lane: int) -> None:
         slots = warp.slots
-        who = f"the {ins.opcode} issued by {warp} at line {ins.line}"
+        issued = Issued(warp, ins, group)
         address, bits = int(at(slots)[lane]), int(source(slots)[lane])
         parts = []
         for cta in _pair(warp, group):
             placement = SharedOperand(cta.shared, matrix_descriptor(bits, "tcgen05"), tile, "e4m3")
-            claim = cta.shared.begin_read(placement.chunks, who)
-            key = object()
+            claim = cta.shared.begin_read(placement.chunks, issued.who)
             cells = cta.tmem.cells(address >> 16, address & 0xFFFF, rows * repeats, row_bytes // 4)
-            cta.tmem.begin(key, who, cells, "write")
-            parts.append((cta, placement, claim, key, cells))
+            issued.hold(cta, cells, "write")
+            parts.append((cta, placement, claim, cells))
 
         def land() -> None:
-            for cta, placement, claim, key, cells in parts:
+            for cta, placement, claim, cells in parts:
                 raw = cta.shared.data[placement.elements].view(np.uint32)
                 cta.tmem.data[cells] = np.tile(raw, (repeats, 1))
                 cta.shared.end(claim)
-                cta.tmem.end(key)
 
-        warp.machine.submit(Operation(who, (land,), warp.place), _pipe(warp, group))
+        issued.submit(land)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.line = ins.line
@@ -538,6 +607,25 @@ def copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             one(warp, int(lane))
 
     return run
+
+
+def _commit(warp: Warp, pipe: tuple, barriers: list[Mbarrier], who: str) -> None:
+    """Arrives at the barriers behind all that is in the FIFOs of a CTA or pair."""
+    pipes = warp.machine.pipes
+    if warp.machine.options.ordered_products:
+        keys = [pipe]
+    else:
+        keys = [key for key in pipes if isinstance(key, tuple) and key[:-1] == pipe] or [pipe]
+    left = len(keys)
+
+    def arrive() -> None:
+        nonlocal left
+        left -= 1
+        for barrier in barriers if left == 0 else ():
+            barrier.arrive()
+
+    for key in keys:
+        warp.machine.submit(Operation(who, (arrive,), warp.place, barriers), key)
 
 
 @control("tcgen05.commit")
@@ -566,11 +654,6 @@ def commit(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
                 ]
             barriers = [signalled_mbarrier(warp, a) for a in addresses]
             who = f"the tcgen05.commit issued by {warp} at line {ins.line}"
-
-            def arrive(barriers: list = barriers) -> None:
-                for barrier in barriers:
-                    barrier.arrive()
-
-            warp.machine.submit(Operation(who, (arrive,), warp.place, barriers), _pipe(warp, group))
+            _commit(warp, _pipe(warp, group), barriers, who)
 
     return run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from jax_fa.emulator.faults import AsyncHazardError, TensorMemoryError, UninitializedReadError
@@ -9,6 +11,22 @@ from jax_fa.emulator.faults import AsyncHazardError, TensorMemoryError, Uninitia
 ROWS, COLUMNS = 128, 512
 
 Cells = tuple[slice | np.ndarray, slice | np.ndarray]
+
+
+class User(NamedTuple):
+    """An issued and unfinished operation that will "read" or "write" cells.
+
+    Attributes:
+      who: for messages.
+      cells: where.
+      access: what for.
+      issued: what the matrix unit knows of it.
+    """
+
+    who: str
+    cells: Cells
+    access: str
+    issued: Any
 
 
 class TensorMemory:
@@ -30,7 +48,7 @@ class TensorMemory:
         self.unsettled = np.zeros((ROWS, COLUMNS), np.uint8)
         self.owner = np.zeros(COLUMNS, np.bool_)
         self.blocks: dict[int, int] = {}
-        self.users: dict[object, tuple[str, Cells, str]] = {}
+        self.users: dict[object, User] = {}
         self.may_allocate = True
 
     def allocate(self, columns: int) -> int | None:
@@ -56,9 +74,9 @@ class TensorMemory:
                 f"tcgen05.dealloc of {columns} columns at {address:#x}; allocated are {self.blocks}"
             )
         busy = [
-            who
-            for who, cells, _ in self.users.values()
-            if self._mark(cells)[:, address : address + columns].any()
+            user.who
+            for user in self.users.values()
+            if self._mark(user.cells)[:, address : address + columns].any()
         ]
         if busy:
             raise TensorMemoryError(f"tcgen05.dealloc of columns that {busy[0]} still uses")
@@ -126,14 +144,25 @@ class TensorMemory:
                 f"{what} TMEM columns that warp {owner} stored without tcgen05.wait::st"
             )
 
-    def begin(self, key: object, who: str, cells: Cells, access: str) -> None:
-        """An operation is issued that will "read" or "write" the cells."""
-        (self.writes if access == "write" else self.reads)[cells] += 1
-        self.users[key] = (who, cells, access)
+    def begin(self, key: object, user: User) -> None:
+        """An operation is issued."""
+        (self.writes if user.access == "write" else self.reads)[user.cells] += 1
+        self.users[key] = user
+
+    def sharers(self, user: User) -> list[User]:
+        """Other unfinished operations that meet a new one in a cell, unless both read."""
+        wanted = self._mark(user.cells)
+        return [
+            other
+            for other in self.users.values()
+            if other.issued is not user.issued
+            and "write" in (other.access, user.access)
+            and (wanted & self._mark(other.cells)).any()
+        ]
 
     def end(self, key: object) -> None:
         """The operation is complete."""
-        _, cells, access = self.users.pop(key)
+        _, cells, access, _ = self.users.pop(key)
         (self.writes if access == "write" else self.reads)[cells] -= 1
         if access == "write":
             self.written[cells] = True
@@ -145,7 +174,7 @@ class TensorMemory:
 
     def _hazard(self, cells: Cells, what: str, only: str | None = None) -> None:
         wanted = self._mark(cells)
-        for who, theirs, access in self.users.values():
+        for who, theirs, access, _ in self.users.values():
             if only in (None, access) and (both := wanted & self._mark(theirs)).any():
                 lane, column = (int(x[0]) for x in np.nonzero(both))
                 raise AsyncHazardError(

@@ -6,7 +6,7 @@ One that is the text of another for another target is run as that one (``texts.p
 import numpy as np
 import pytest
 from cases import Case
-from harness import data, wanted
+from harness import data, inputs_for, wanted
 from oracle import Results, assert_close
 from texts import assert_launched_like_proxy, is_distinct, proxy
 
@@ -57,20 +57,6 @@ def case_for(variant):
         soft_cap=5.0 if key.has_soft_cap else None,
         **MASKS[key.mask],
     )
-
-
-def inputs_for(variant, case):
-    """Operands, and for a backward what a forward would have saved."""
-    given = data(case, variant.key.dtype)
-    inputs = {name: x for name, x in given.operands._asdict().items() if x is not None}
-    if variant.operation == "fwd":
-        return inputs
-    forward = wanted(case, variant.key.dtype).rounded
-    saved = {
-        "out": forward.out.astype(inputs["q"].dtype),
-        "lse": forward.lse.astype(np.float32),
-    }
-    return {**inputs, **saved, **dict(zip(("dout", "dlse"), given.cotangents, strict=True))}
 
 
 def problem_for(variant):

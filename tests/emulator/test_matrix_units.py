@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from ptx_kernels import line_of, run, tensor_map
 
+from jax_fa.emulator import tcgen05
 from jax_fa.emulator.faults import (
     AsyncHazardError,
     DeadlockError,
+    ProductOrderError,
     ProxyFenceError,
     TensorMemoryError,
     UninitializedReadError,
@@ -554,6 +556,95 @@ def test_tmem_store_without_wait_st():
             + FREE,
             buffers,
         )
+
+
+def mma_into(d, a, accumulate=0, idesc=IDESC):
+    return f"@%p20 tcgen05.mma.cta_group::1.kind::f16 [{d}], {a}, %d11, {idesc}, {accumulate};"
+
+
+# P in columns 32 to 39; D in columns 0 to 31 or 32 to 63.
+READS_P = mma_into("%r30", "[%r33]")
+OVERWRITES_P = mma_into("%r33", "%d10")
+NARROW = 1 << 4 | (16 // 8) << 17 | (128 // 16) << 24
+
+
+def two_products(first, second, between=""):
+    """A body that stores P, issues two products and loads both D; its buffers, and P's product."""
+    a, b, buffers = tcgen_buffers()
+    p = halves(128, 16)
+    buffers["p"] = np.ascontiguousarray(p.view(np.uint32).T)
+    buffers["out"] = np.zeros((64, 128), np.float32)
+    last = WAIT.replace("[%r20], 0", "[%r20], 1") if between else WAIT
+    body = tcgen_setup() + STORE_A + "tcgen05.wait::st.sync.aligned; bar.sync 0;"
+    body += "add.s32 %r33, %r30, 32;\n" + first + "\n" + between + second + COMMIT + last + LOAD_D
+    body += LOAD_D.replace("[%r31]", "[%r32]").replace("%r1", "%r2")
+    body += "".join(f"mov.b32 %r{132 + i}, %r{200 + i};" for i in range(32))
+    products = [x.astype(np.float32) @ b[:, :16].T for x in (p, a[:, :16])]
+    return body + store_words(100, 64, "out", 512) + FREE, buffers, np.concatenate(products, 1).T
+
+
+@pytest.mark.parametrize(
+    "first, second, told",
+    [
+        (READS_P, OVERWRITES_P, "may write TMEM cells before the tcgen05.mma.* reads them"),
+        (mma_into("%r33", "%d10"), READS_P, "may read TMEM cells before the tcgen05.mma.* writes"),
+        (READS_P, mma_into("%r30", "%d10", 0, NARROW), "may write TMEM cells before .* writes"),
+        (READS_P, mma_into("%r30", "%d10", 1), None),
+        (READS_P, READS_P, None),
+    ],
+)
+def test_only_products_of_one_accumulator_and_shape_keep_their_order(first, second, told):
+    body, buffers, _ = two_products(first, second)
+    body = body[: body.index(LOAD_D)] + FREE
+    tcgen_run(body, buffers, completion="lazy")
+    if told is None:
+        tcgen_run(body, buffers, completion="lazy", ordered_products=False)
+    else:
+        with pytest.raises(ProductOrderError, match=told):
+            tcgen_run(body, buffers, completion="lazy", ordered_products=False)
+    body, buffers, _ = two_products(first, second, COMMIT + WAIT)
+    body = body[: body.index(LOAD_D)] + FREE
+    tcgen_run(body, buffers, completion="lazy", ordered_products=False)
+
+
+@POLICIES
+@pytest.mark.parametrize("seed", range(5))
+def test_products_that_may_overtake_are_collected_and_wait(seed, completion):
+    body, buffers, expected = two_products(READS_P, OVERWRITES_P)
+    report = run(
+        body,
+        buffers,
+        block=128,
+        shared=TCGEN_SHARED,
+        seed=seed,
+        completion=completion,
+        strict=False,
+        ordered_products=False,
+    )
+    np.testing.assert_array_equal(buffers["out"], expected)
+    if completion == "lazy":
+        (found,) = report.findings
+        at = [line_of(body, each, buffers, TCGEN_SHARED) for each in (READS_P, OVERWRITES_P)]
+        assert [found.first.line, found.second.line] == at
+        assert (found.first.a, found.second.a) == (32, None)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_products_that_share_nothing_complete_in_any_order_unless_ordered(ordered, monkeypatch):
+    body, buffers, _ = two_products(mma_into("%r30", "%d10"), mma_into("%r33", "%d10"))
+    done = []
+
+    def write(cta, cells, values, half, real=tcgen05._write_accumulator):
+        done.append(cells[0][1].start)
+        real(cta, cells, values, half)
+
+    monkeypatch.setattr(tcgen05, "_write_accumulator", write)
+    orders = set()
+    for seed in range(12):
+        done.clear()
+        tcgen_run(body, buffers, seed=seed, ordered_products=ordered)
+        orders.add(tuple(done))
+    assert orders == ({(0, 32)} if ordered else {(0, 32), (32, 0)})
 
 
 def test_overwriting_an_operand_before_the_commit_is_observed():
