@@ -27,12 +27,18 @@ class Emulation:
         seed: of the schedule of warps; equal seeds give equal runs.
         completion: when asynchronous copies and matrix products complete.
         num_sms: multiprocessors of the GPU that launches are made for.
+        resident: CTAs, or clusters of them, that it holds at a time.
+        starved: warp of every CTA that lags behind the others; None for none.
+        held: line of the PTX whose asynchronous operations complete last; None for none.
     """
 
     arch: str
     seed: int = 0
     completion: Completion = "random"
     num_sms: int = 4
+    resident: int = 1
+    starved: int | None = None
+    held: int | None = None
 
 
 Forced = Implementation | Emulation | None

@@ -37,6 +37,9 @@ def emulation(
     seed: int = 0,
     completion: Completion = "random",
     num_sms: int = 4,
+    resident: int = 1,
+    starved: int | None = None,
+    held: int | None = None,
 ) -> AbstractContextManager[None]:
     """A context that says what ``implementation="emulated"`` runs.
 
@@ -56,33 +59,49 @@ def emulation(
             or "eager" (at once).
         num_sms: multiprocessors of the GPU; kernels that stay resident launch that many CTAs, so
             that few of them make each CTA work on several tiles.
+        resident: CTAs, or clusters where a kernel launches those, that the GPU holds at a time;
+            the next one starts when one of them exits.
+        starved: a warp, counted within its CTA, that runs only when no other can: what is right
+            only while warps keep pace is found with each of them once, and with "eager".
+        held: a line of the kernels' PTX: the asynchronous operations issued there complete later
+            than all others. Faults name such lines, reports count them (``Report.issued``).
 
     Raises:
         ValueError: an argument is not one of the values above.
         NotImplementedError: ``arch`` is None, and this build holds kernels of no family, or of
             several.
     """
-    return _active(_settings(arch, seed, completion, num_sms))
+    arch = _only_compiled() if arch is None else arch
+    return _active(_checked(Emulation(arch, seed, completion, num_sms, resident, starved, held)))
 
 
 def resolve() -> Emulation:
     """What "emulated" means here: the innermost ``emulation``, or the defaults."""
-    return _active.value or _settings(None, 0, "random", 4)
+    return _active.value or Emulation(_only_compiled())
 
 
-def _settings(arch: str | None, seed: int, completion: Completion, num_sms: int) -> Emulation:
+def _checked(wanted: Emulation) -> Emulation:
+    """``wanted``, unless something is wrong with it."""
     names = [known.name for known in ARCHS]
-    if arch is None:
-        arch = _only_compiled()
-    if arch not in names:
-        raise ValueError(f"emulation: arch is {arch!r}; kernels exist for {', '.join(names)}.")
-    if completion not in get_args(Completion):
+    if wanted.arch not in names:
         raise ValueError(
-            f"emulation: completion is {completion!r}; use one of {get_args(Completion)}."
+            f"emulation: arch is {wanted.arch!r}; kernels exist for {', '.join(names)}."
         )
-    if num_sms < 1:
-        raise ValueError(f"emulation: num_sms is {num_sms}; a GPU has at least one.")
-    return Emulation(arch, seed, completion, num_sms)
+    if wanted.completion not in get_args(Completion):
+        raise ValueError(
+            f"emulation: completion is {wanted.completion!r}; use one of {get_args(Completion)}."
+        )
+    if wanted.num_sms < 1:
+        raise ValueError(f"emulation: num_sms is {wanted.num_sms}; a GPU has at least one.")
+    if wanted.resident < 1:
+        raise ValueError(f"emulation: resident is {wanted.resident}; a GPU holds at least one CTA.")
+    if wanted.starved is not None and wanted.starved < 0:
+        raise ValueError(
+            f"emulation: starved is {wanted.starved}; warps of a CTA are counted from 0."
+        )
+    if wanted.held is not None and wanted.held < 1:
+        raise ValueError(f"emulation: held is {wanted.held}; lines of PTX are counted from 1.")
+    return wanted
 
 
 def _only_compiled() -> str:
@@ -208,7 +227,12 @@ def execute(
         addresses["num_splits"] = call.num_splits
     recorded = bindings.record(call.operation, call.problem, settings, addresses)
     ptx = bindings.ptx(recorded["variant"], recorded["ptx_sha256"])
-    options = Options(completion=settings.completion)
+    options = Options(
+        settings.completion,
+        starved=settings.starved,
+        held=settings.held,
+        resident=settings.resident,
+    )
     reports = []
     for launch in map(Launch.from_record, recorded["launches"]):
         try:

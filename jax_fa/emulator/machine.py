@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -28,14 +29,14 @@ from jax_fa.emulator.warp import Fragment, Join, Warp
 
 COMPLETIONS = ("lazy", "eager", "random")
 
-# Segments after which a warp that met no synchronisation lets others run: it may be spinning.
-TURN = 2_000
+# Segments without any event after which a warp lets others run, since it may be spinning.
+TURN = 500
 
 # Finished clusters, each a megabyte of cyclic garbage per CTA, after which memory is reclaimed.
 COLLECTION = 16
 
-# Turns without any event after which spinning warps are no longer left to themselves.
-PATIENCE = 300
+# Segments of a loop that only waits for memory to change.
+LONGEST_SPIN = 200
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,15 @@ class Options:
         since compilers leave that wait to ptxas.
       ordered_products: the matrix unit works off all that a CTA issued in its order. False leaves
         it only the order that PTX promises: what may overtake and shares TMEM columns is a fault.
-      starved: index of a warp, in every CTA, that runs only when no other can and lets others run
-        at every synchronisation instruction; finds what is right only while warps keep pace.
-      resident: clusters that run at the same time; more are admitted when all of them wait.
+      starved: index of a warp, in every CTA, that runs only when no other can, or when the others
+        only spin, and lets others run at every synchronisation instruction; finds what is right
+        only while warps keep pace.
+      held: a line of the PTX: the asynchronous operations that it issues complete only when nothing
+        else can run or complete, and those behind them in the same unit wait; finds what is right
+        only because one unit outruns another.
+      resident: clusters that the machine holds at a time. Another is admitted, in the order of
+        their numbers, when one of them has exited, and not before, as where a GPU is full: a
+        kernel whose clusters wait for later ones than that is a deadlock.
       max_segments: budget of straight runs of instructions, against endless loops.
     """
 
@@ -62,12 +69,15 @@ class Options:
     strict_ld: bool = False
     ordered_products: bool = True
     starved: int | None = None
+    held: int | None = None
     resident: int = 1
     max_segments: int = 50_000_000
 
     def __post_init__(self) -> None:
         if self.completion not in COMPLETIONS:
             raise ValueError(f"completion {self.completion!r} is not one of {COMPLETIONS}")
+        if self.resident < 1:
+            raise ValueError(f"resident is {self.resident}; a machine holds at least one cluster")
 
 
 class Operation:
@@ -121,6 +131,7 @@ class Machine:
         self.progress = 0
         self.budget = options.max_segments
         self.counters: Counter[str] = Counter()
+        self.issued: Counter[int] = Counter()
         self.waits: Counter[int] = Counter()
         self.findings: list[EmulationError] = []
         self.notes: Counter[str] = Counter()
@@ -135,6 +146,10 @@ class Machine:
             for x in range(clusters[0])
         )
         self.resident: list[Cluster] = []
+        # By warp: `progress`, and the segments that it ran since that last changed.
+        self.idle: dict[Warp, tuple[int, int]] = {}
+        # Warps that went round a loop without changing: `progress` at that time, the loop.
+        self.spun: dict[Warp, tuple[int, frozenset[int]]] = {}
         self.retired = 0
 
     def _parameter_block(self) -> np.ndarray:
@@ -163,8 +178,9 @@ class Machine:
         """Takes an operation over; those of one pipe keep their order."""
         key = operation if pipe is None else pipe
         self.pipes.setdefault(key, deque()).append(operation)
+        self.issued[operation.place.line] += 1
         if self.options.completion == "eager":
-            while key in self.pipes:
+            while key in self.pipes and not self._is_held(key):
                 self._advance(key)
         return operation
 
@@ -189,43 +205,33 @@ class Machine:
 
     def run(self) -> None:
         """Runs the whole grid."""
-        while len(self.resident) < self.options.resident and self.waiting:
-            self._admit()
+        self._admit()
         stalled_at = -1
-        idle_since, idle_turns = -1, 0
         while self.resident:
-            if self.progress == idle_since:
-                idle_turns += 1
-            else:
-                idle_since, idle_turns = self.progress, 0
-            if self.pipes and self.options.completion == "random" and self.random.chance(0.25):
-                self._advance(self.random.choice(list(self.pipes)))
+            if self.options.completion == "random" and self.random.chance(0.25):
+                free = [key for key in self.pipes if not self._is_held(key)]
+                if free:
+                    self._advance(self.random.choice(free))
             runnable = self._pick()
-            if idle_turns > PATIENCE and (self.pipes or self.waiting):
-                # Every runnable warp may be spinning on memory that only these can change.
-                idle_turns = 0
-                if self.pipes:
-                    self._advance(self._next_pipe())
-                else:
-                    self._admit()
-            elif runnable is not None:
-                self._run_fragment(runnable)
+            if runnable is not None:
+                self._take_turn(runnable)
             elif self.pipes:
                 self._advance(self._next_pipe())
             elif not any(w.fragments for c in self.resident for w in c.all_warps):
                 raise DeadlockError("a CTA has lanes that are neither running nor gone")
             elif self.progress != stalled_at and self._wake_polls():
                 stalled_at = self.progress
-            elif self.waiting:
-                self._admit()
-            else:
+            elif self._only_spins():
                 raise DeadlockError(self._who_waits())
             self._retire()
         while self.pipes:
             self._advance(next(iter(self.pipes)))
 
     def _pick(self) -> Fragment | None:
-        """A fragment that can run: the first one from a random place on, in a random direction."""
+        """A fragment that can run: the first one from a random place on, in a random direction.
+
+        None also where those that can run are known to spin.
+        """
         fragments = [f for c in self.resident for w in c.all_warps for f in w.fragments]
         if not fragments:
             return None
@@ -237,25 +243,97 @@ class Machine:
             order.sort(key=lambda fragment: fragment.warp.index == self.options.starved)
         for fragment in order:
             if fragment.wait is None or fragment.wait.ready():
-                return fragment
+                if self.spun.get(fragment.warp, (-1,))[0] != self.progress:
+                    return fragment
         return None
+
+    def _take_turn(self, fragment: Fragment) -> None:
+        """Runs a fragment, and finds out whether its warp spins."""
+        warp, left = fragment.warp, self.budget
+        if warp in self.spun:
+            self._take_round(warp)
+            return
+        self._run_fragment(fragment)
+        since, ran = self.idle.get(warp, (-1, 0))
+        ran = left - self.budget + (ran if since == self.progress else 0)
+        self.idle[warp] = self.progress, ran
+        if ran >= TURN and (loop := self._loop_of(warp)):
+            self.spun[warp] = self.progress, loop
+
+    def _take_round(self, warp: Warp) -> None:
+        """Lets a warp that spun go round its loop again; it may leave it."""
+        _, loop = self.spun.pop(warp)
+        progress = self.progress
+        for _ in loop:
+            if not self._step(warp) or not loop.issuperset(f.segment for f in warp.fragments):
+                return
+        if self.progress == progress:
+            self.spun[warp] = progress, loop
+
+    def _step(self, warp: Warp) -> bool:
+        """Runs one segment of every fragment of a warp that can run; whether there was one."""
+        ready = [f for f in warp.fragments if f.wait is None or f.wait.ready()]
+        for fragment in ready:
+            if fragment in warp.fragments:
+                self._run_fragment(fragment, turn=1)
+        return bool(ready)
+
+    def _loop_of(self, warp: Warp) -> frozenset[int]:
+        """The segments that take a warp to where it is, with the registers it has; or none.
+
+        While nothing changes memory it then goes round for ever.
+        """
+        progress, start = self.progress, warp.snapshot()
+        loop: set[int] = set()
+        for _ in range(LONGEST_SPIN):
+            loop.update(fragment.segment for fragment in warp.fragments)
+            if not self._step(warp) or self.progress != progress:
+                break
+            if warp.snapshot() == start:
+                return frozenset(loop)
+        return frozenset()
 
     def _next_pipe(self) -> Hashable:
         """The pipe that advances when something has to: lazily one that a warp waits for."""
-        pipes = list(self.pipes)
-        if self.options.completion == "lazy":
+        free = [key for key in self.pipes if not self._is_held(key)]
+        pipes = free or list(self.pipes)
+        if self.options.completion == "lazy" or not free:
             fragments = [f for c in self.resident for w in c.all_warps for f in w.fragments]
             needed = set().union(*(f.wait.needs for f in fragments if f.wait is not None))
             wanted = [
                 key
-                for key, pipe in self.pipes.items()
-                if any(o in needed or not needed.isdisjoint(o.signals) for o in pipe)
+                for key in pipes
+                if any(o in needed or not needed.isdisjoint(o.signals) for o in self.pipes[key])
             ]
             pipes = wanted or pipes
         return self.random.choice(pipes)
 
+    def _is_held(self, key: Hashable) -> bool:
+        """Whether the next operation of a pipe is one of those to hold back."""
+        return self.pipes[key][0].place.line == self.options.held
+
+    def _only_spins(self) -> bool:
+        """Whether no warp can do more than go round a loop, and none of them changes memory."""
+        progress, memory = self.progress, self._memory_digest()
+        self.spun.clear()
+        for warp in [w for c in self.resident for w in c.all_warps]:
+            can_run = any(f.wait is None or f.wait.ready() for f in warp.fragments)
+            if can_run and not self._loop_of(warp):
+                return False
+        return self.progress == progress and self._memory_digest() == memory
+
+    def _memory_digest(self) -> int:
+        """A checksum of global memory and of the shared memory of all resident CTAs."""
+        shared = (cta.shared.data for cluster in self.resident for cta in cluster.ctas)
+        digest = 0
+        for data in (*self.memory.contents(), *shared):
+            digest = zlib.crc32(data, digest)
+        return digest
+
     def _admit(self) -> None:
-        self.resident.append(Cluster(self, self.waiting.popleft()))
+        """Admits as many waiting clusters as the machine has room for."""
+        while self.waiting and len(self.resident) < self.options.resident:
+            self.resident.append(Cluster(self, self.waiting.popleft()))
 
     def _wake_polls(self) -> bool:
         """Lets every polling wait give up; whether there was one."""
@@ -297,6 +375,9 @@ class Machine:
             if any(np.count_nonzero(w.live) for w in cluster.all_warps):
                 continue
             self.resident.remove(cluster)
+            for warp in cluster.all_warps:
+                self.idle.pop(warp, None)
+                self.spun.pop(warp, None)
             self.retired += 1
             if self.retired % COLLECTION == 0:
                 gc.collect(0)
@@ -305,8 +386,7 @@ class Machine:
                 self.notes.update(cta.exit_notes())
                 for error in cta.check_exit():
                     self.report(error, Place(self.program.kernel.name, cta.number, 0, 0))
-            if self.waiting and len(self.resident) < self.options.resident:
-                self._admit()
+        self._admit()
 
     def report(self, error: EmulationError, place: Place) -> None:
         """Raises a fault that execution could survive, or collects it."""
@@ -343,7 +423,7 @@ class Machine:
                     last = self.program.segments[fragment.segment].last
                     line = last.line if last else warp.line
                     lanes = int(fragment.mask.sum())
-                    reason = fragment.wait.reason() if fragment.wait else "runs"
+                    reason = fragment.wait.reason() if fragment.wait else "spins"
                     rows.append(
                         f"  CTA {warp.cta.number} warp {warp.index:2d} ({lanes} lanes) "
                         f"line {line}: {reason}"
@@ -356,6 +436,12 @@ class Machine:
                             f"({int(join.arrived.sum())} lanes) line {line}: waits for the "
                             "warp's other lanes"
                         )
+        if self.waiting:
+            held = self.options.resident
+            rows.append(
+                f"  {len(self.waiting)} clusters are not admitted before one of the "
+                f"{held} resident exits (Options.resident={held})"
+            )
         return (
             f"deadlock in kernel {self.program.kernel.name[:60]}: no warp can run and no "
             "asynchronous operation is pending\n" + "\n".join(rows)
@@ -363,7 +449,7 @@ class Machine:
 
     # The run loop.
 
-    def _run_fragment(self, fragment: Fragment) -> None:
+    def _run_fragment(self, fragment: Fragment, turn: int = TURN) -> None:
         """Runs a fragment until it blocks, splits, exits or is preempted."""
         warp = fragment.warp
         if fragment.wait is not None:
@@ -373,7 +459,7 @@ class Machine:
             fragment.segment = self.program.segments[fragment.segment].next
         segments, visits = self.program.segments, warp.visits
         end = len(segments)
-        for _ in range(TURN):
+        for _ in range(turn):
             number = fragment.segment
             if fragment.joins and fragment.joins[-1].segment == number:
                 fragment = self._arrive(fragment)

@@ -19,6 +19,7 @@ class Report:
       registers: register budget of each warp index that set one.
       findings: faults that execution survived (only without strict).
       notes: oddities at the exit of CTAs, with the number of CTAs that showed them.
+      issued: asynchronous operations by the line of the PTX that issued them.
     """
 
     instructions: dict[int, Counter[str]]
@@ -27,6 +28,7 @@ class Report:
     registers: dict[int, int]
     findings: tuple[EmulationError, ...]
     notes: Counter[str]
+    issued: Counter[int]
 
     def roles(self) -> dict[tuple[int, ...], Counter[str]]:
         """Instructions by role: warps that executed the same instructions form one."""

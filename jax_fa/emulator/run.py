@@ -86,4 +86,5 @@ def emulate(
         machine.registers,
         tuple(machine.findings),
         machine.notes,
+        machine.issued,
     )

@@ -144,6 +144,12 @@ class Warp:
             return np.full(LANES, self.cta.shared.base + offset, dtype=np.uint32)
         return self.cta.special(self, name)
 
+    def snapshot(self) -> tuple:
+        """Where its lanes are and what they hold: equal ones are followed by the same."""
+        places = {(f.segment, f.mask.tobytes(), f.wait is None) for f in self.fragments}
+        held = [s.tobytes() if isinstance(s, np.ndarray) else s for s in self.slots]
+        return places, held, None if self.local is None else self.local.tobytes()
+
     def hold(self, operation: InFlight) -> None:
         """Registers go to an asynchronous instruction."""
         self.in_flight.append(operation)

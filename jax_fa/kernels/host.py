@@ -253,9 +253,13 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tuple:
     )
     if const_expr(variant.key.mask == "full"):
         # In a deterministic run the key blocks of a head follow each other, a turn apart. Whole
-        # heads on the CTAs of a round keep every CTA at its distance from the others.
-        if (scalars.deterministic != 0) & (num_kv_blocks < num_sms):
-            num_sms = num_sms // num_kv_blocks * num_kv_blocks
+        # heads on the CTAs of a round keep every CTA at its distance from the others. Of a head
+        # for which a round is too short, a CTA of the next round would wait for a higher index.
+        if scalars.deterministic != 0:
+            heads_per_round = num_sms // num_kv_blocks
+            if heads_per_round == 0:
+                heads_per_round = order.num_heads
+            num_sms = heads_per_round * num_kv_blocks
     num_ctas = cutlass.min(num_sms, order.num_heads * num_kv_blocks)
     if const_expr(variant.is_general):
         num_ctas = order.num_heads * num_kv_blocks

@@ -1,10 +1,13 @@
 """mbarriers, named barriers, clusters: what they do, and what is reported when they are misused."""
 
+import re
+
 import numpy as np
 import pytest
 from ptx_kernels import line_of, run
 
 from jax_fa.emulator.faults import BarrierError, DeadlockError, RunawayError, TrapError
+from jax_fa.emulator.machine import TURN
 
 INIT = """
   mov.b32 %r20, smem;
@@ -239,27 +242,7 @@ def test_remote_arrivals():
     assert (out == 9).all()
 
 
-def test_spinning_on_global_memory_admits_further_ctas():
-    """CTA 0 waits for a flag that CTA 1 sets, although one CTA is resident at first."""
-    body = """
-      mov.u32 %r2, %ctaid.x;
-      setp.eq.s32 %p1, %r2, 0;
-      @%p1 bra WAIT;
-      st.global.b32 [%flag], 1;
-      bra END;
-    WAIT:
-      ld.acquire.gpu.global.b32 %r3, [%flag];
-      setp.eq.s32 %p2, %r3, 0;
-      @%p2 bra WAIT;
-    END:
-    """
-    run(body, {"flag": np.zeros(1, np.uint32)}, grid=2)
-
-
-@pytest.mark.parametrize("resident", [1, 3])
-def test_ctas_that_wait_for_later_ones(resident):
-    """CTA i waits for CTA i + 1 through memory: all must be admitted, the last runs first."""
-    body = """
+LATER = """
       mov.u32 %r2, %ctaid.x;
       mad.wide.u32 %d1, %r2, 4, %done;
       setp.eq.s32 %p1, %r2, 3;
@@ -269,14 +252,45 @@ def test_ctas_that_wait_for_later_ones(resident):
       setp.eq.s32 %p2, %r3, 0;
       @%p2 bra WAIT;
     READY:
-      atom.global.add.u32 %r4, [%order], 1;
+      setp.eq.s32 %p20, %tid, 0;
+      @%p20 atom.global.add.u32 %r4, [%order], 1;
       add.s32 %r4, %r4, 1;
       @%p20 st.global.b32 [%d1], %r4;
-    """
+"""
+"""CTA i waits for CTA i + 1 through memory; the last of four waits for none."""
+
+
+@pytest.mark.parametrize("starved", [None, 0])
+def test_ctas_that_wait_for_later_ones_run_where_all_are_resident(starved):
     done, order = np.zeros(4, np.uint32), np.zeros(1, np.uint32)
-    body = "setp.eq.s32 %p20, %tid, 0;" + body.replace("atom", "@%p20 atom")
-    run(body, {"done": done, "order": order}, grid=4, resident=resident)
+    run(LATER, {"done": done, "order": order}, grid=4, resident=4, starved=starved)
     assert done.tolist() == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("resident", [1, 3])
+def test_a_cta_that_is_waited_for_and_not_admitted_is_a_deadlock(resident):
+    memory = {"done": np.zeros(4, np.uint32), "order": np.zeros(1, np.uint32)}
+    with pytest.raises(DeadlockError) as caught:
+        run(LATER, memory, grid=4, resident=resident)
+    text = str(caught.value)
+    for cta in range(resident):
+        assert re.search(rf"CTA {cta} warp +0 \(32 lanes\) line \d+: spins", text), text
+    assert f"{4 - resident} clusters are not admitted before one of the {resident} resident" in text
+
+
+def test_a_loop_that_ends_by_itself_is_no_deadlock():
+    """Of more segments without any event than a warp is left to itself."""
+    count = np.zeros(1, np.uint32)
+    body = f"""
+      mov.u32 %r2, 0;
+    MORE:
+      add.s32 %r2, %r2, 1;
+      setp.lt.s32 %p1, %r2, {9 * TURN};
+      @%p1 bra MORE;
+      st.global.b32 [%count], %r2;
+    """
+    run(body, {"count": count})
+    assert count == 9 * TURN
 
 
 def test_spinning_with_plain_loads_lets_others_run():
@@ -297,7 +311,9 @@ def test_spinning_with_plain_loads_lets_others_run():
 
 def test_endless_loops_and_traps():
     with pytest.raises(RunawayError, match="more than 1000 segments"):
-        run("LOOP: bra LOOP;", max_segments=1000)
+        run("LOOP: add.s32 %r1, %r1, 1; bra LOOP;", max_segments=1000)
+    with pytest.raises(DeadlockError, match=r"warp +0 \(32 lanes\) line \d+: spins"):
+        run("LOOP: bra LOOP;")
     with pytest.raises(TrapError):
         run("setp.eq.s32 %p1, %tid, 5; @%p1 trap;")
 

@@ -1,0 +1,117 @@
+"""The order of work of deterministic backwards, computed on ints by the functions kernels trace."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from recording import needs_dsl
+
+from jax_fa.config import KernelKey, choose_backward
+from jax_fa.kernels import abi
+
+pytestmark = [
+    needs_dsl,
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # of the DSL, within the DSL
+]
+
+FAMILIES = {"sm90": ("sm_90a", 1), "sm100": ("sm_100f", 1), "sm100 in pairs": ("sm_100f", 2)}
+"""Target, and CTAs of a cluster."""
+
+
+class Present(int):
+    """A truth value as kernels have it."""
+
+    def to(self, _):
+        return int(self)
+
+
+class Grid:
+    """``host.backward_order`` and ``backward_work.tile_at`` on ints, for one variant."""
+
+    def __init__(self, monkeypatch, family, mask):
+        from jax_fa.kernels import backward_work, host, tiles
+
+        target, self.ctas = FAMILIES[family]
+        key = KernelKey(target, "bfloat16", 128, 128, mask)
+        self.variant = SimpleNamespace(
+            key=key,
+            config=choose_backward(key),
+            plan=SimpleNamespace(ctas=self.ctas),
+            is_general=mask == "general",
+        )
+        for module in (backward_work, host, tiles):
+            monkeypatch.setattr(module, "Int32", int)
+        monkeypatch.setattr(tiles, "Boolean", bool)
+        monkeypatch.setattr(tiles, "is_present", Present)
+        for name in ("longest_first", "one_per_cta"):
+            monkeypatch.setattr(tiles, name, getattr(tiles, name).__wrapped__)
+        monkeypatch.setattr(tiles, "_clusters", lambda ctas: (self.cluster, self.num_clusters))
+        self.order_of = host.backward_order.__wrapped__
+        self.tile_at = backward_work.tile_at.__wrapped__
+        self.cluster = self.num_clusters = 0
+
+    def lists(self, num_sms, heads, num_kv_blocks, splits=1):
+        """Of every cluster, the (head, key block) of its tiles in the order it takes them."""
+        kv_len = num_kv_blocks * self.variant.config.block_kv - 5
+        scalars = SimpleNamespace(
+            deterministic=1,
+            splits=splits,
+            group=splits,
+            keys=SimpleNamespace(cu_seqlens_q=0, num_sequences=1),
+        )
+        call = SimpleNamespace(
+            scalars=scalars,
+            num_sms=num_sms,
+            queries=(1, 1000, heads * splits),
+            keys=(1, kv_len, heads),
+        )
+        order, num_ctas = self.order_of(self.variant, call)
+        assert num_ctas % self.ctas == 0
+        self.num_clusters = num_ctas // self.ctas
+        x = SimpleNamespace(order=order, scalars=scalars)
+        found = []
+        for cluster in range(self.num_clusters):
+            self.cluster = cluster
+            tiles = []
+            while (tile := self.tile_at(self.variant, x, len(tiles))).is_valid:
+                tiles.append((tile.q_head, tile.q_block))
+            found.append(tiles)
+        return found
+
+
+@pytest.fixture(params=FAMILIES)
+def grid(request, monkeypatch):
+    return lambda mask: Grid(monkeypatch, request.param, mask)
+
+
+def assert_waits_end(lists, heads, num_kv_blocks):
+    """Each tile is there once; the later key blocks of its head, for which it waits, are tiles of
+    clusters of lower numbers or earlier tiles of its own."""
+    place = {tile: (c, slot) for c, tiles in enumerate(lists) for slot, tile in enumerate(tiles)}
+    assert len(place) == sum(map(len, lists)) == heads * num_kv_blocks
+    for (head, block), (cluster, slot) in place.items():
+        if block + 1 < num_kv_blocks:
+            # That of the next block waits for the others in its turn.
+            before = place[head, block + 1]
+            assert before[0] < cluster or before == (cluster, slot - 1)
+
+
+@pytest.mark.parametrize("mask", abi.MASK_CLASSES)
+def test_no_tile_waits_for_a_cluster_that_may_not_have_started(grid, mask):
+    draw = random.Random(mask)
+    made = grid(mask)
+    for _ in range(40):
+        num_sms, heads = draw.randint(1, 9), draw.randint(1, 4)
+        num_kv_blocks, splits = draw.randint(1, 14), draw.choice((1, 1, 2))
+        lists = made.lists(num_sms, heads, num_kv_blocks, splits)
+        assert_waits_end(lists, heads * splits, num_kv_blocks)
+
+
+def test_a_head_of_more_key_blocks_than_clusters_gets_a_cluster_for_each(grid):
+    """Of 20 multiprocessors; others are worked on in rounds of whole heads."""
+    made = grid("full")
+    clusters = 20 // made.ctas
+    for num_kv_blocks, wanted in ((clusters, clusters), (clusters + 1, 3 * (clusters + 1))):
+        lists = made.lists(20, 3, num_kv_blocks)
+        assert len(lists) == wanted
+        assert_waits_end(lists, 3, num_kv_blocks)
