@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_fa import emulated, mask_mods
+from jax_fa import emulated, mask_mods, sequences
 from jax_fa.band import UNBOUNDED, Alignment, Band
 from jax_fa.choice import IMPLEMENTATIONS, Forced, Implementation
 from jax_fa.problem import Operands, Semantics
@@ -139,8 +139,8 @@ def packed(
         v,
         q_lengths=given.int32("seqused_q", (count,)),
         kv_lengths=given.int32("seqused_k", (count,)),
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
+        cu_seqlens_q=sequences.borders(cu_q, q.shape[1]),
+        cu_seqlens_k=sequences.borders(cu_k, k.shape[1]),
         q_segments=None if q_segments is None else q_segments[None],
         kv_segments=None if kv_segments is None else kv_segments[None],
         q_offset=given.offset(count),
@@ -206,7 +206,7 @@ class _Given(NamedTuple):
                 f"attention: query_offset should be a scalar or have one entry per sequence "
                 f"({count}), but has shape {offset.shape}."
             )
-        return jnp.broadcast_to(offset.astype(jnp.int32), (count,))
+        return jnp.broadcast_to(sequences.offsets(offset), (count,))
 
     def sinks(self, count: int, num_q_heads: int) -> Array | None:
         sinks = self.options.get("sinks")

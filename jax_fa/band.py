@@ -8,7 +8,8 @@ the keys ``j`` of one interval, its *band*:
 
 ``left`` and ``right`` count keys on either side of the diagonal; causal attention is ``right = 0``.
 The shift is ``query_offset`` for top-left alignment, and ``query_offset + kv_len - q_len`` (the
-actual lengths) for bottom-right alignment. Rows ``i >= q_len`` see nothing.
+actual lengths) for bottom-right alignment; offsets are at most ``MAX_OFFSET`` in magnitude. Rows
+``i >= q_len`` see nothing.
 
 Everything here is plain arithmetic on values that may be Python ints (tests, plans) or traced
 integers (kernels, jnp); ``minimum`` and ``maximum`` are passed in where the builtins do not serve.
@@ -23,8 +24,25 @@ from typing import Any, Literal, NamedTuple
 
 Alignment = Literal["top_left", "bottom_right"]
 
+MAX_LENGTH = 1 << 28
+"""Rows, or keys, that a sequence of a GPU may have at most."""
+
+MAX_OFFSET = 1 << 28
+"""Query offsets beyond this, in either direction, count as this: every key of a sequence of
+``MAX_LENGTH`` is on one side of every diagonal by then."""
+
+FARTHEST = MAX_OFFSET + 2 * MAX_LENGTH
+"""No key is as far from a diagonal: one length is in the shift of a bottom-right alignment, one
+between row 0 and the key. A side of the band that is longer has no bound, one of ``-FARTHEST`` or
+less hides everything."""
+
 UNBOUNDED = 1 << 30
-"""A side of the band that has no bound, as kernels see it: larger than any supported length."""
+"""A side of the band that has no bound, as kernels see it.
+
+``row + shift + UNBOUNDED + 1``, with ``row`` less than a block beyond ``MAX_LENGTH``, is below
+``FARTHEST + UNBOUNDED + 2 ** 16 < 2 ** 31``; and everything else here is smaller. So 32 bits do: a
+test evaluates every function at its extremes.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,12 +64,12 @@ class Band:
     @property
     def left_bound(self) -> int:
         """Keys visible before the diagonal, UNBOUNDED if all are."""
-        return UNBOUNDED if self.left is None else self.left
+        return _bound(self.left)
 
     @property
     def right_bound(self) -> int:
         """Keys visible beyond the diagonal, UNBOUNDED if all are; 0 at most when causal."""
-        right = UNBOUNDED if self.right is None else self.right
+        right = _bound(self.right)
         return min(right, 0) if self.is_causal else right
 
     @property
@@ -64,6 +82,11 @@ class Band:
         if self.alignment == "bottom_right":
             return query_offset + kv_len - q_len
         return query_offset
+
+
+def _bound(side: int | None) -> int:
+    """A side of the band as kernels see it."""
+    return UNBOUNDED if side is None or side >= FARTHEST else max(side, -FARTHEST)
 
 
 class KeyRange(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jax_fa import variants
+from jax_fa.band import MAX_LENGTH
 from jax_fa.kernels import abi
 from jax_fa.problem import KERNEL_DTYPES, Problem
 from jax_fa.variants import Arch, Operation
@@ -97,6 +98,11 @@ def _cuda_kernels(problem: Problem, target: Target, operation: Operation) -> str
     if not problem.semantics.scale > 0:
         # The row maximum is taken of unscaled scores.
         raise _Refusal(f"GPU kernels take a positive scale, not {problem.semantics.scale}")
+    if max(problem.q_len, problem.kv_len) > MAX_LENGTH:
+        raise _Refusal(
+            f"GPU kernels count positions in 32 bits and take up to {MAX_LENGTH} tokens in a row, "
+            f"not {problem.q_len} and {problem.kv_len}"
+        )
     names = set()
     for capability in target.capabilities:
         if variants.arch_of(capability) is None:

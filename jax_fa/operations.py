@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_fa import bindings, emulated, reference, sharding
 from jax_fa.choice import Emulation, Forced, choose
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
+from jax_fa.sequences import in_one_row, with_slot_in_front
 from jax_fa.sharding import Names
 
 _FORWARD_RESULTS = ("out", "lse")
@@ -153,34 +154,6 @@ def _warn_once(problem: Problem, platform: str, reason: str) -> None:
         )
 
 
-def with_slot_in_front(operands: Operands) -> Operands:
-    """Packed operands with an unused sequence in front, whose slot ends where the first begins.
-
-    GPU kernels write the rows of every slot and those behind the last one; rows before the first
-    slot belong to none.
-    """
-    assert operands.is_packed
-
-    def side(borders: Array, lengths: Array | None) -> tuple[Array, Array]:
-        used = borders[1:] - borders[:-1] if lengths is None else lengths
-        front = jnp.zeros_like(borders[:1])
-        return jnp.concatenate([front, borders]), jnp.concatenate([front, used])
-
-    cu_q, q_lengths = side(operands.cu_seqlens_q, operands.q_lengths)
-    cu_k, kv_lengths = side(operands.cu_seqlens_k, operands.kv_lengths)
-    per_sequence = {
-        name: None if x is None else jnp.concatenate([jnp.zeros_like(x[:1]), x])
-        for name, x in (("q_offset", operands.q_offset), ("sinks", operands.sinks))
-    }
-    return operands._replace(
-        cu_seqlens_q=cu_q,
-        cu_seqlens_k=cu_k,
-        q_lengths=q_lengths,
-        kv_lengths=kv_lengths,
-        **per_sequence,
-    )
-
-
 def _forward_on(
     platform: str, *arrays: Array, names: tuple[str, ...], **params: Any
 ) -> Sequence[Array]:
@@ -264,19 +237,6 @@ def _unfold(array: Array, axis: int, size: int) -> Array:
     return jnp.moveaxis(split, axis, 0)
 
 
-def _fold_packed_slots(cu_seqlens: Array, lengths: Array | None, total: int) -> tuple[Array, Array]:
-    """[V, M + 1] borders of V packed rows -> borders and lengths of one row V times as long.
-
-    The last slot of a row now reaches to the next row, so its old extent becomes its length.
-    """
-    size = cu_seqlens.shape[0]
-    slots = cu_seqlens[:, 1:] - cu_seqlens[:, :-1]
-    lengths = slots if lengths is None else jnp.minimum(lengths, slots)
-    starts = cu_seqlens[:, :-1] + total * jnp.arange(size, dtype=jnp.int32)[:, None]
-    borders = jnp.concatenate([starts.reshape(-1), jnp.array([size * total], jnp.int32)])
-    return borders, lengths.reshape(-1)
-
-
 def _fold_operands(stacked: Operands) -> Operands:
     """Operands with a leading vmapped dimension -> operands of one larger problem."""
     token_axis = 1 if stacked.is_packed else 0
@@ -291,7 +251,7 @@ def _fold_operands(stacked: Operands) -> Operands:
             borders = stacked.cu_seqlens_q if side == "q" else stacked.cu_seqlens_k
             lengths = stacked.q_lengths if side == "q" else stacked.kv_lengths
             border_name = "cu_seqlens_q" if side == "q" else "cu_seqlens_k"
-            folded[border_name], folded[f"{side}_lengths"] = _fold_packed_slots(
+            folded[border_name], folded[f"{side}_lengths"] = in_one_row(
                 borders, lengths, tokens.shape[2]
             )
     return Operands(**folded)

@@ -18,8 +18,19 @@ Conventions
   ``delta = rowsum(dO * O) - dLSE``, and ``d sink = -sum over rows of exp(sink - lse) * delta``.
 * A sequence is a slot of an array: row b of [B, T, ...], or ``cu_seqlens[b] .. cu_seqlens[b+1]`` of
   a packed [1, total, ...] array. Lengths shorter than the slot leave padding rows, whose content
-  (NaN included) never reaches a result and whose gradients are 0. Lengths beyond the slot are
-  clamped to it. Bottom-right alignment uses the used lengths.
+  (NaN included) never reaches a result and whose gradients are 0. Bottom-right alignment uses the
+  used lengths.
+* Values that come at run time mean something whatever they are, the same on every platform.
+  Lengths are clamped to 0 .. slot. Borders are clamped to the array, and a border counts as no
+  smaller than those before it, so that slots lie apart; rows of no slot give output 0 and
+  ``lse = -inf``, keys of none are seen by nobody and have gradients of 0. Offsets are clamped to
+  ``MAX_OFFSET`` (2 ** 28) in magnitude: where no length is larger, and no window is that long, the
+  result is that of the offset as it was. Every int32 is a segment. (``sequences.py``, ``band.py``)
+* On the CPU and in the reference, what a hidden key holds, NaN included, does not reach a row that
+  does not see it. GPU kernels promise that of padding alone: elsewhere they multiply a hidden key's
+  value by a probability of 0, and 0 * NaN is NaN.
+* Logits and sinks of more than 2 ** 127 in magnitude are not supported: kernels work in base 2, and
+  give NaN where ``z * log2(e)`` is beyond float32.
 """
 
 from __future__ import annotations
@@ -65,11 +76,13 @@ class Operands(NamedTuple):
         v: [B, S, K, Dv].
         q_lengths: int32 [M], used query rows of each slot.
         kv_lengths: int32 [M], used keys of each slot.
-        cu_seqlens_q: int32 [M + 1], slot borders of packed queries; ascending.
-        cu_seqlens_k: int32 [M + 1], slot borders of packed keys; ascending.
+        cu_seqlens_q: int32 [M + 1], slot borders of packed queries; ascending, within the array
+            (``sequences.borders``).
+        cu_seqlens_k: int32 [M + 1], likewise of packed keys.
         q_segments: int32 [B, T]; a query sees only keys of its own segment.
         kv_segments: int32 [B, S].
-        q_offset: int32 [M], position of query row 0, added to the diagonal.
+        q_offset: int32 [M], position of query row 0, added to the diagonal; at most
+            ``band.MAX_OFFSET`` in magnitude (``sequences.offsets``).
         sinks: float32 [M, N], one extra logit per head in the denominator.
     """
 

@@ -6,7 +6,8 @@ with float32 inputs this is the oracle every kernel is measured against.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax import Array
 from jax_fa import mask_mods
 from jax_fa.band import Window, key_range
 from jax_fa.problem import Gradients, Operands, Semantics
+from jax_fa.sequences import with_slot_in_front
 
 
 class _Tokens(NamedTuple):
@@ -23,6 +25,12 @@ class _Tokens(NamedTuple):
     sequence: Array
     position: Array
     used: Array
+
+
+def _with_a_sequence(operands: Operands) -> Operands:
+    """Operands of at least one sequence, for every token to have the number of one."""
+    is_without = operands.is_packed and operands.num_sequences == 0
+    return with_slot_in_front(operands) if is_without else operands
 
 
 def _tokens(shape: tuple[int, int], cu_seqlens: Array | None, lengths: Array | None) -> _Tokens:
@@ -36,7 +44,7 @@ def _tokens(shape: tuple[int, int], cu_seqlens: Array | None, lengths: Array | N
     last = cu_seqlens.shape[0] - 2
     sequence = jnp.searchsorted(cu_seqlens, token, side="right").astype(jnp.int32) - 1
     inside = (sequence >= 0) & (sequence <= last)
-    sequence = jnp.clip(sequence, 0, max(last, 0))
+    sequence = jnp.clip(sequence, 0, last)
     position = token - cu_seqlens[sequence]
     used = inside & (position < _used_lengths(cu_seqlens, lengths)[sequence])
     return _Tokens(sequence[None], position[None], used[None])
@@ -80,8 +88,6 @@ def _visibility(operands: Operands, semantics: Semantics) -> _Visibility:
     q_len = _sequence_lengths(count, q_shape[1], operands.cu_seqlens_q, operands.q_lengths)
     kv_len = _sequence_lengths(count, kv_shape[1], operands.cu_seqlens_k, operands.kv_lengths)
     shift = _diagonals(operands, semantics)
-    if count == 0:
-        return _Visibility(rows.used, keys.used, jnp.zeros((*q_shape, kv_shape[1]), bool))
     window = Window(
         shift[rows.sequence],
         band.left_bound,
@@ -117,8 +123,6 @@ def _seen_by_function(operands: Operands, semantics: Semantics) -> Array:
     assert semantics.mask_mod is not None
     rows = _tokens(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
     keys = _tokens(operands.k.shape[:2], operands.cu_seqlens_k, operands.kv_lengths)
-    if operands.num_sequences == 0:
-        return jnp.ones((1, 1, 1, 1), bool)
     diagonal = rows.position + _diagonals(operands, semantics)[rows.sequence]  # [B, T]
     visible = mask_mods.resolve(semantics.mask_mod)(
         rows.sequence[:, None, :, None],
@@ -161,8 +165,56 @@ def _einsum(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST)
 
 
+def _where(visible: Array | None, x: Array, otherwise: float = 0.0) -> Array:
+    """``x`` with something else for hidden pairs; ``visible`` is None if there are none."""
+    return x if visible is None else jnp.where(visible, x, otherwise)
+
+
+def _finite(x: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+_PRODUCTS = "btkgd,bskd->bkgts"
+
+
+@jax.custom_jvp
+def _products(q: Array, k: Array) -> Array:
+    """Logits before scale [B, K, G, T, S], of [B, T, K, G, D] and [B, S, K, D]."""
+    return _einsum(_PRODUCTS, q, k)
+
+
+@_products.defjvp
+def _products_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+    # The cotangent of a hidden pair is 0, which must not meet NaN.
+    (q, k), (dq, dk) = primals, tangents
+    tangent = _einsum(_PRODUCTS, dq, _finite(k)) + _einsum(_PRODUCTS, _finite(q), dk)
+    return _products(q, k), tangent
+
+
+def _weighted(weights: Array, v: Array, visible: Array | None) -> Array:
+    """Weights [B, K, G, T, S] times v [B, S, K, Dv], summed over visible keys: [B, T, K, G, Dv].
+
+    What a hidden key holds does not matter: its weight is 0, but 0 * NaN is not. So sums are over
+    finite values, and another product tells which of the others a row sees.
+    """
+    if visible is None:
+        return _einsum("bkgts,bskd->btkgd", weights, v)
+    sums = _einsum("bkgts,bskd->btkgd", weights, _finite(v))
+    batch, kv_len, num_kv_heads, value_dim = v.shape
+    above, below = (jnp.isnan(v) | (v == infinity) for infinity in (jnp.inf, -jnp.inf))
+    shape = (batch, num_kv_heads, visible.shape[2], weights.shape[3], kv_len)
+    seen = _einsum(
+        "bkgts,bskd->btkgd",
+        jnp.broadcast_to(visible, shape).astype(jnp.bfloat16),
+        jnp.concatenate([above, below], axis=-1).astype(jnp.bfloat16),
+    )
+    sums += jnp.where(seen[..., :value_dim] > 0, jnp.inf, 0).astype(sums.dtype)
+    return sums - jnp.where(seen[..., value_dim:] > 0, jnp.inf, 0).astype(sums.dtype)
+
+
 class _Scores(NamedTuple):
     logits: Array  # [B, K, G, T, S], -inf where invisible
+    visible: Array | None  # bool [B|1, K|1, G|1, T|1, S|1], None if nothing is hidden
     slope: Array | None  # d logits / d (scale * q.k + bias), None if 1
     rows: Array  # [B, T]
     q: Array  # operands with padding rows zeroed: NaN there must not meet a zero probability
@@ -175,24 +227,23 @@ def _scores(
 ) -> _Scores:
     seen = _visibility(operands, semantics)
     num_kv_heads = operands.k.shape[2]
+    masks = [] if seen.pairs is None else [seen.pairs[:, None, None]]
+    if semantics.mask_mod is not None:
+        masks.append(_per_head(_seen_by_function(operands, semantics), num_kv_heads))
+    if mask is not None:
+        masks.append(_per_head(mask, num_kv_heads))
+    visible = reduce(jnp.logical_and, masks) if masks else None
     q = jnp.where(seen.rows[:, :, None, None], operands.q, 0)
     k = jnp.where(seen.keys[:, :, None, None], operands.k, 0)
     v = jnp.where(seen.keys[:, :, None, None], operands.v, 0)
-    logits = _einsum("btkgd,bskd->bkgts", _grouped(q, num_kv_heads), k) * semantics.scale
+    logits = _products(_grouped(q, num_kv_heads), k) * semantics.scale
     if bias is not None:
         logits = (logits + _per_head(bias, num_kv_heads)).astype(logits.dtype)
     slope = None
     if semantics.soft_cap is not None:
-        bounded = jnp.tanh(logits / semantics.soft_cap)
+        bounded = jnp.tanh(_where(visible, logits) / semantics.soft_cap)
         logits, slope = semantics.soft_cap * bounded, 1 - bounded**2
-    if seen.pairs is not None:
-        logits = jnp.where(seen.pairs[:, None, None], logits, -jnp.inf)
-    if semantics.mask_mod is not None:
-        visible = _seen_by_function(operands, semantics)
-        logits = jnp.where(_per_head(visible, num_kv_heads), logits, -jnp.inf)
-    if mask is not None:
-        logits = jnp.where(_per_head(mask, num_kv_heads), logits, -jnp.inf)
-    return _Scores(logits, slope, seen.rows, q, k, v)
+    return _Scores(_where(visible, logits, -jnp.inf), visible, slope, seen.rows, q, k, v)
 
 
 def forward(
@@ -209,6 +260,7 @@ def forward(
     Returns:
         out [B, T, N, Dv] in the dtype of q, and lse [B, T, N], float32 (float64 for float64).
     """
+    operands = _with_a_sequence(operands)
     x = _scores(operands, semantics, bias, mask)
     batch, q_len, heads, _ = operands.q.shape
     value_dim = operands.v.shape[-1]
@@ -218,14 +270,14 @@ def forward(
         top = jnp.maximum(top, sinks)
     # A row without keys has top = -inf; any finite reference keeps exp(-inf - top) at 0.
     top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
-    weights = jnp.exp(x.logits - top[..., None])
+    weights = _where(x.visible, jnp.exp(x.logits - top[..., None]))
     total = jnp.sum(weights, axis=-1)
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
     is_empty = total == 0
     total = jnp.where(is_empty, 1.0, total)
     probabilities = (weights / total[..., None]).astype(operands.v.dtype)
-    out = _einsum("bkgts,bskd->btkgd", probabilities, x.v).reshape(batch, q_len, heads, value_dim)
+    out = _weighted(probabilities, x.v, x.visible).reshape(batch, q_len, heads, value_dim)
     lse = jnp.where(is_empty, -jnp.inf, jnp.log(total) + top)
     lse = jnp.transpose(lse, (0, 3, 1, 2)).reshape(batch, q_len, heads)
     used = x.rows[:, :, None]
@@ -246,6 +298,7 @@ def backward(
         dout: cotangent of ``out``.
         dlse: cotangent of ``lse``.
     """
+    given, operands = operands, _with_a_sequence(operands)
     x = _scores(operands, semantics)
     num_kv_heads = operands.k.shape[2]
     dtype = x.logits.dtype
@@ -258,29 +311,31 @@ def backward(
     def per_row(a: Array) -> Array:  # [B, T, N] -> [B, K, G, T, 1]
         return jnp.transpose(_grouped(a[..., None], num_kv_heads), (0, 2, 3, 1, 4))
 
-    probabilities = jnp.exp(x.logits - per_row(lse))
+    probabilities = _where(x.visible, jnp.exp(x.logits - per_row(lse)))
     dout = _grouped(dout, num_kv_heads)
     dp = _einsum("btkgd,bskd->bkgts", dout, x.v.astype(dtype))
     ds = probabilities * (dp - per_row(delta))
     if x.slope is not None:
         ds = ds * x.slope
-    ds = ds * semantics.scale
-    dq = _einsum("bkgts,bskd->btkgd", ds, x.k.astype(dtype)).reshape(operands.q.shape)
-    dk = _einsum("bkgts,btkgd->bskd", ds, _grouped(x.q.astype(dtype), num_kv_heads))
+    ds = _where(x.visible, ds * semantics.scale)
+    # Where an operand is not finite, neither is ds of a pair that is visible.
+    q, k = _finite(x.q.astype(dtype)), _finite(x.k.astype(dtype))
+    dq = _einsum("bkgts,bskd->btkgd", ds, k).reshape(operands.q.shape)
+    dk = _einsum("bkgts,btkgd->bskd", ds, _grouped(q, num_kv_heads))
     dv = _einsum("bkgts,btkgd->bskd", probabilities, dout)
     return Gradients(
         dq.astype(operands.q.dtype),
         dk.astype(operands.k.dtype),
         dv.astype(operands.v.dtype),
-        _sink_gradients(operands, lse, delta),
+        None if given.sinks is None else _sink_gradients(operands, lse, delta, given.num_sequences),
     )
 
 
-def _sink_gradients(operands: Operands, lse: Array, delta: Array) -> Array | None:
-    if operands.sinks is None:
-        return None
+def _sink_gradients(operands: Operands, lse: Array, delta: Array, count: int) -> Array:
+    """[count, N]: those of the last ``count`` sequences."""
     rows = _tokens(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
     per_row = -jnp.exp(operands.sinks[rows.sequence] - lse) * delta  # [B, T, N]
     heads = operands.sinks.shape[1]
     flat = jnp.zeros_like(operands.sinks)
-    return flat.at[rows.sequence.reshape(-1)].add(per_row.reshape(-1, heads).astype(flat.dtype))
+    flat = flat.at[rows.sequence.reshape(-1)].add(per_row.reshape(-1, heads).astype(flat.dtype))
+    return flat[flat.shape[0] - count :]

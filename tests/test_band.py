@@ -7,6 +7,9 @@ import pytest
 
 from jax_fa import _jax_fa
 from jax_fa.band import (
+    FARTHEST,
+    MAX_LENGTH,
+    MAX_OFFSET,
     UNBOUNDED,
     Band,
     Window,
@@ -126,3 +129,79 @@ def test_band_bounds():
 @pytest.mark.parametrize(("alignment", "shift"), [("top_left", 7), ("bottom_right", 7 + 20 - 5)])
 def test_alignment_places_the_diagonal(alignment, shift):
     assert Band(alignment=alignment).shift(5, 20, 7) == shift
+
+
+class Int32(int):
+    """An integer that refuses to leave 32 bits."""
+
+    def __new__(cls, value):
+        assert -(2**31) <= value < 2**31, value
+        return super().__new__(cls, value)
+
+    def __neg__(self):
+        return Int32(-int(self))
+
+    def __add__(self, other):
+        return Int32(int(self) + int(other))
+
+    def __sub__(self, other):
+        return Int32(int(self) - int(other))
+
+    def __mul__(self, other):
+        return Int32(int(self) * int(other))
+
+    def __floordiv__(self, other):
+        return Int32(int(self) // int(other))
+
+    def __rsub__(self, other):
+        return Int32(int(other) - int(self))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+EXTREME_LENGTHS = (1, 300, MAX_LENGTH)
+EXTREME_OFFSETS = (-MAX_OFFSET, 0, MAX_OFFSET)
+EXTREME_SIDES = (-(2**31), 1 - FARTHEST, 0, FARTHEST - 1, FARTHEST, None)
+
+
+def extreme_windows():
+    for left, right, alignment, is_causal in itertools.product(
+        EXTREME_SIDES, EXTREME_SIDES, ("top_left", "bottom_right"), (False, True)
+    ):
+        band = Band(is_causal, left, right, alignment)
+        for offset, q_len, kv_len in itertools.product(
+            EXTREME_OFFSETS, EXTREME_LENGTHS, EXTREME_LENGTHS
+        ):
+            shift = Int32(band.shift(Int32(q_len), Int32(kv_len), Int32(offset)))
+            bounds = map(Int32, (band.left_bound, band.right_bound, q_len, kv_len))
+            yield band, Window(shift, *bounds)
+
+
+def test_32_bits_hold_everything_at_the_extremes():
+    """Also what kernels make of ranges: columns from the first key of a block that they visit."""
+    for _, window in extreme_windows():
+        for first in {0, 128, window.q_len // 128 * 128, window.q_len + 128}:
+            blocks = kv_blocks(window, Int32(first), 128, 128)
+            for row in (first, first + 127):
+                keys = key_range(window, Int32(row))
+                for block in (blocks.start, max(blocks.end - 1, blocks.start)):
+                    for key in keys:
+                        _ = key - (block * 128 + 127)
+        for first in {0, window.kv_len // 128 * 128}:
+            blocks = q_blocks(window, Int32(first), 128, 128)
+            last_kv_block(window, blocks.start, 128, 128)
+            for row in row_range(window, Int32(first)):
+                _ = row - (blocks.end * 128 + 127)
+
+
+def test_sides_and_offsets_at_the_extremes_show_what_unlimited_ones_show():
+    for band, window in extreme_windows():
+        rows = {0, int(window.q_len) // 2, int(window.q_len) - 1}
+        for row in rows:
+            diagonal = row + int(window.shift)
+            right = int(window.kv_len) if band.right is None else diagonal + band.right + 1
+            right = min(right, diagonal + 1) if band.is_causal else right
+            left = 0 if band.left is None else max(diagonal - band.left, 0)
+            wanted = (left, min(int(window.kv_len), right))
+            got = key_range(window, Int32(row))
+            assert tuple(got) == wanted or got.hi <= got.lo and wanted[1] <= wanted[0]

@@ -38,6 +38,11 @@ def test_cpu_kernels_serve_every_kernel_dtype(dtype):
         (PROBLEM, Target("tpu"), "no kernels exist for platform 'tpu'"),
         (PROBLEM, Target("cuda"), "this build holds no GPU kernels"),
         (PROBLEM, Target("cuda", ALL, ("1.0",)), "GPUs of compute capability 1.0"),
+        (
+            replace(PROBLEM, kv_len=2**28 + 1),
+            Target("cuda", ALL),
+            "up to 268435456 tokens in a row",
+        ),
         (replace(PROBLEM, dtype="float32"), Target("cuda", ALL), ""),
     ],
 )

@@ -8,7 +8,7 @@ from harness import computed, data, on_device, public, wanted
 from oracle import Results, assert_close, side, visible
 
 import jax_fa
-from jax_fa import operations
+from jax_fa import operations, sequences
 from jax_fa.problem import Operands
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -101,7 +101,7 @@ def test_partial_results_over_disjoint_keys_merge_by_their_lse():
 @pytest.mark.parametrize("case", [case for case in CASES if case.is_packed], ids=str)
 def test_unused_slot_in_front_changes_nothing(case):
     given = data(case, "float32")
-    x = operations.with_slot_in_front(on_device(given.operands))
+    x = sequences.with_slot_in_front(on_device(given.operands))
     assert x.num_sequences == given.operands.num_sequences + 1
     out, lse = operations.forward(x, case.semantics)
     np.testing.assert_array_equal(out, computed(case, "float32").out)

@@ -195,8 +195,8 @@ def test_parts_merge_to_the_whole_on_the_emulator(kernel, name, num_splits):
     case = BY_NAME[name]
     operands = make(case, key.dtype).operands
     if case.is_packed:
-        # As operations.with_slot_in_front: rows before the first sequence are a sequence too.
-        from jax_fa.operations import with_slot_in_front
+        # As sequences.with_slot_in_front: rows before the first sequence are a sequence too.
+        from jax_fa.sequences import with_slot_in_front
 
         operands = jax.device_get(with_slot_in_front(operands))
     wanted = tolerance(operands, case.semantics)

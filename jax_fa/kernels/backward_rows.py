@@ -413,9 +413,9 @@ def sum_sinks(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
         if tiles.is_present(sequences.cu_seqlens_q):
             is_mine = block < sequences.num_sequences
             sequence = cutlass.min(block, sequences.num_sequences - 1)
-            q_start = tiles.element(sequences.cu_seqlens_q, sequence)
-            q_len = tiles.element(sequences.cu_seqlens_q, sequence + 1) - q_start
-        q_len = cutlass.min(tiles.element_or(sequences.q_lengths, sequence, q_len), q_len)
+            q_start, q_end = tiles.slot_at(sequences.cu_seqlens_q, sequence, q_len)
+            q_len = q_end - q_start
+        q_len = tiles.used_of(sequences.q_lengths, sequence, q_len)
     if is_mine:
         first = first_row(variant.config.block_q, sequence, q_start)
         place = sequence * cute.size(scratch.lse2, mode=[1]) + head

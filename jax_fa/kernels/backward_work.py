@@ -161,8 +161,10 @@ def band_of(variant: Any, x: Any, tile: tiles.Tile) -> tuple:
         left, right = scalars.window_left, scalars.window_right
     q_len, kv_len = span.kv_len, span.q_len
     aligned = Band(alignment="bottom_right").shift(q_len, kv_len)
-    shift = tiles.element_or(scalars.q_offset, span.sequence, zero)
-    window = Window(shift + scalars.bottom_right * aligned, left, right, q_len, kv_len)
+    offset = span.q_offset
+    if const_expr(not variant.is_general):
+        offset = tiles.element_or(scalars.q_offset, span.sequence, zero)
+    window = Window(offset + scalars.bottom_right * aligned, left, right, q_len, kv_len)
     blocks = q_blocks(
         window,
         tile.q_block * config.block_kv,

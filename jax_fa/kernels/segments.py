@@ -13,18 +13,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from jax_fa.band import UNBOUNDED, ceil_div
+from jax_fa.band import MAX_LENGTH, ceil_div
 from jax_fa.kernels import edges, tiles
 
 WORDS = 4
 """One more than are used: the compiler reads three as a vector of four."""
 _NONE = 0x7FFFFFFF
-"""Larger than any segment, as a minimum to start from."""
+"""No segment is larger: a minimum starts from it, and of no elements at all nothing is between."""
 
 
 def reset(found: cute.Tensor) -> None:
     """Nothing is found yet. One thread calls, before a barrier of the CTA."""
-    found[0] = Int32(UNBOUNDED)
+    found[0] = Int32(MAX_LENGTH)
     found[1] = Int32(0)
     found[2] = Int32(0)
     found[3] = Int32(0)
@@ -57,7 +57,7 @@ def scan(
     All ``threads`` of the CTA call; a barrier must follow before ``found`` is read.
     """
     lowest, highest = wanted
-    first, end, number = Int32(UNBOUNDED), Int32(0), Int32(0)
+    first, end, number = Int32(MAX_LENGTH), Int32(0), Int32(0)
     start = searched[0] + cute.arch.thread_idx()[0]
     for at in cutlass.range(start, searched[1], threads, unroll=8):
         segment = tiles.element(ids, at)

@@ -21,6 +21,13 @@ g % heads. The number of tiles falls by as much as fits, the whole group for up 
 8 (block_q / 8 / group) queries, and so do products, exponentials and reads of K and V. Masks know
 positions only, results go where position and head say. With one head a granule's position is its
 row: unpacked tiles are a case of the same arithmetic.
+
+# Note [Borders]
+``sequences.borders`` makes borders ascend within the array before any path sees them. A program
+that calls kernels by itself may hold anything, so they read border m by the same rule, as the
+largest of borders 0 to m within the array: slots lie in the array and apart, and every row behind
+the first border is in one tile. Lengths and offsets are clamped where they are read. In a search
+through ascending borders that is one vote for 32 of them.
 """
 
 from typing import NamedTuple
@@ -28,6 +35,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, cute
 
+from jax_fa.band import MAX_OFFSET
+from jax_fa.kernels import edges
 from jax_fa.kernels.abi import GRANULE
 
 L2_BUDGET_BYTES = 32 << 20
@@ -289,6 +298,32 @@ def element_or(pointer: cute.Pointer, index: Int32, default: Int32) -> Int32:
 
 
 @cute.jit
+def used_of(lengths: cute.Pointer, sequence: Int32, slot: Int32) -> Int32:
+    """Rows in use of a sequence in a slot of ``slot`` rows: none beyond it, whatever was given."""
+    return cutlass.max(cutlass.min(element_or(lengths, sequence, slot), slot), 0)
+
+
+@cute.jit
+def offset_of(q_offset: cute.Pointer, sequence: Int32) -> Int32:
+    """Position of query row 0 of a sequence, near enough for ``band.py`` whatever was given."""
+    offset = element_or(q_offset, sequence, Int32(0))
+    return cutlass.max(cutlass.min(offset, MAX_OFFSET), -MAX_OFFSET)
+
+
+@cute.jit
+def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> tuple[Int32, Int32]:
+    """First row and end of slot ``number``, of an array of ``length`` rows: Note [Borders].
+
+    All lanes of a warp call.
+    """
+    highest = Int32(0)
+    for i in cutlass.range(cute.arch.lane_idx(), number + 1, edges.WARP, unroll=1):
+        highest = cutlass.max(highest, element(cu_seqlens, i))
+    start = cutlass.min(cute.arch.warp_redux_sync(highest, "max"), length)
+    return start, cutlass.max(cutlass.min(element(cu_seqlens, number + 1), length), start)
+
+
+@cute.jit
 def locate(sequences: Sequences, tile: Tile, block_q: Int32 | int) -> Span:
     """The sequence of ``tile``, of ``block_q`` positions. All lanes of a warp call.
 
@@ -302,23 +337,28 @@ def locate(sequences: Sequences, tile: Tile, block_q: Int32 | int) -> Span:
         Int32(0),
         Int32(0),
         s.q_len,
-        cutlass.min(element_or(s.q_lengths, tile.batch, s.q_len), s.q_len),
-        cutlass.min(element_or(s.kv_lengths, tile.batch, s.kv_len), s.kv_len),
-        element_or(s.q_offset, tile.batch, Int32(0)),
+        used_of(s.q_lengths, tile.batch, s.q_len),
+        used_of(s.kv_lengths, tile.batch, s.kv_len),
+        offset_of(s.q_offset, tile.batch),
         tile.q_block * block_q,
     )
     if is_present(s.cu_seqlens_q):
         lane = cute.arch.lane_idx()
         found, first, passed, begin = Int32(-1), Int32(0), Int32(0), Int32(0)
+        q_start, q_end, highest = Int32(0), Int32(0), Int32(0)
         while (begin <= s.num_sequences) & (found < 0):
             number = cutlass.min(begin + lane, s.num_sequences)
-            start = element(s.cu_seqlens_q, number)
-            end = s.q_len
+            start = cutlass.min(element(s.cu_seqlens_q, number), s.q_len)
+            start, end = cutlass.max(start, highest), s.q_len
             if number < s.num_sequences:
-                end = element(s.cu_seqlens_q, number + 1)
+                end = cutlass.min(element(s.cu_seqlens_q, number + 1), s.q_len)
+            if cute.arch.vote_any_sync(end < start):
+                for i in cutlass.range_constexpr(5):
+                    start = cutlass.max(start, cute.arch.shuffle_sync_up(start, 1 << i))
+                end = cutlass.max(end, start)
             blocks = Int32(0)
             if begin + lane <= s.num_sequences:
-                blocks = cute.ceil_div(cutlass.max(end - start, 0), block_q)
+                blocks = cute.ceil_div(end - start, block_q)
             upto = blocks
             for i in cutlass.range_constexpr(5):
                 below = cute.arch.shuffle_sync_up(upto, 1 << i)
@@ -329,26 +369,26 @@ def locate(sequences: Sequences, tile: Tile, block_q: Int32 | int) -> Span:
                 source = cute.arch.popc((hits & -hits) - 1)
                 found = begin + source
                 first = passed + cute.arch.shuffle_sync(upto - blocks, source)
-            passed = passed + cute.arch.shuffle_sync(upto, 31)
-            begin = begin + 32
+                q_start = cute.arch.shuffle_sync(start, source)
+                q_end = cute.arch.shuffle_sync(end, source)
+            passed = passed + cute.arch.shuffle_sync(upto, edges.WARP - 1)
+            highest = cute.arch.shuffle_sync(end, edges.WARP - 1)
+            begin = begin + edges.WARP
         number = cutlass.max(found, 0)
-        q_start = element(s.cu_seqlens_q, number)
-        q_end, kv_start, kv_end = s.q_len, Int32(0), Int32(0)
+        kv_start, kv_end = Int32(0), Int32(0)
         if number < s.num_sequences:
-            q_end = element(s.cu_seqlens_q, number + 1)
-            kv_start = element(s.cu_seqlens_k, number)
-            kv_end = element(s.cu_seqlens_k, number + 1)
+            kv_start, kv_end = slot_at(s.cu_seqlens_k, number, s.kv_len)
         clamped = cutlass.min(number, s.num_sequences - 1)
-        q_slot, kv_slot = q_end - q_start, kv_end - kv_start
+        q_slot = q_end - q_start
         # Of a sequence without keys, masks read the first key all the same: it has to exist.
         span = Span(
             clamped,
             q_start,
             cutlass.min(kv_start, s.kv_len - 1),
             q_slot,
-            cutlass.min(element_or(s.q_lengths, clamped, q_slot), q_slot),
-            cutlass.min(element_or(s.kv_lengths, clamped, kv_slot), kv_slot),
-            element_or(s.q_offset, clamped, Int32(0)),
+            used_of(s.q_lengths, clamped, q_slot),
+            used_of(s.kv_lengths, clamped, kv_end - kv_start),
+            offset_of(s.q_offset, clamped),
             (tile.q_block - first) * block_q,
         )
         if number == s.num_sequences:
