@@ -5,6 +5,9 @@
 
     attention(query, key, value, mask_mod="my_package.masks:strided")
 
+The name is code: jax_fa imports the module and calls the function, here and wherever a program is
+traced or built with that name. Take names only from where you would take code.
+
 The same function runs on Python integers in a test, on arrays in the reference, and on the values
 of a kernel that ``python -m jax_fa.aot --mask-mod my_package.masks:strided`` compiles. So it is
 made of arithmetic and comparisons, joined by ``&`` and ``|``: no ``if``, no ``and``. What it hides
@@ -49,33 +52,52 @@ def prefix_lm(length: int) -> MaskFunction:
 BUILT_IN = {"chunked": chunked, "prefix_lm": prefix_lm}
 """By name; ``NAME_N`` is the function for the number N."""
 
+_BUILT_IN_NAME = re.compile(rf"({'|'.join(BUILT_IN)})_([1-9][0-9]{{0,8}})")
+_OWN_NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
+
 
 @functools.cache
 def resolve(name: str) -> MaskFunction:
     """The function called ``NAME_N`` (built in) or ``module:function``.
 
+    The latter imports the module and calls the function: it executes code that the name chooses. So
+    a name must not come from where code would not be taken from.
+
     Raises:
         ValueError: there is none.
     """
-    built_in, _, number = name.rpartition("_")
-    if built_in in BUILT_IN and number.isdecimal() and int(number) > 0:
-        return BUILT_IN[built_in](int(number))
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if built_in := _BUILT_IN_NAME.fullmatch(name):
+        return BUILT_IN[built_in[1]](int(built_in[2]))
+    own = _OWN_NAME.fullmatch(name)
+    if own is None:
         known = ", ".join(f"'{known}_N'" for known in BUILT_IN)
         raise ValueError(
-            f"attention: mask_mod={name!r} is unknown; use {known} with a number N > 0, or "
-            f"'module:function'."
+            f"attention: mask_mod={name!r} is unknown; use {known} with a number N > 0 of at most "
+            f"9 digits, or 'module:function'."
         )
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        function = getattr(importlib.import_module(own[1]), own[2])
+    except Exception as error:  # whatever the module raises as it runs
         raise ValueError(f"attention: mask_mod={name!r} cannot be imported: {error}.") from error
     if not callable(function):
         raise ValueError(
             f"attention: mask_mod={name!r} is no function but a {type(function).__name__}."
         )
+    _try(name, function)
     return function
+
+
+def _try(name: str, function: MaskFunction) -> None:
+    """Refuses a function that does not serve the first query and key."""
+    call = f"attention: mask_mod={name!r}, called with (batch, q_head, q_position, kv_position) = "
+    try:
+        visible = function(0, 0, 0, 0)
+    except Exception as error:  # whatever the function raises
+        raise ValueError(f"{call}(0, 0, 0, 0), fails: {error}.") from error
+    if not isinstance(visible, int) and not hasattr(visible, "dtype"):
+        raise ValueError(
+            f"{call}(0, 0, 0, 0), gives {visible!r}; it should say whether the query sees the key."
+        )
 
 
 def identifier(name: str) -> str:

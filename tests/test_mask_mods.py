@@ -43,6 +43,15 @@ def gapped(batch, q_head, q_position, kv_position):
     return (q_position // 100 == kv_position // 100) & (q_position % 5 != 0)
 
 
+def of_two(q_position, kv_position):
+    """Of too few arguments."""
+    return q_position >= kv_position
+
+
+def of_nothing(*_):
+    """Of no result."""
+
+
 BY_HEAD, STRIDED, GAPPED = (
     f"{__name__}:{name}" for name in ("every_other_head", "strided", "gapped")
 )
@@ -67,7 +76,11 @@ def test_what_a_function_depends_on_is_found_out():
     assert not mask_mods.sees_positions_only(lambda b, h, i, j: b == 0)
 
 
-UNKNOWN = "is unknown; use 'chunked_N', 'prefix_lm_N' with a number N > 0, or 'module:function'."
+UNKNOWN = (
+    "is unknown; use 'chunked_N', 'prefix_lm_N' with a number N > 0 of at most 9 digits, or "
+    "'module:function'."
+)
+CALLED = "called with (batch, q_head, q_position, kv_position) = (0, 0, 0, 0),"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +88,13 @@ UNKNOWN = "is unknown; use 'chunked_N', 'prefix_lm_N' with a number N > 0, or 'm
     [
         ("dense", f"attention: mask_mod='dense' {UNKNOWN}"),
         ("chunked_0", f"attention: mask_mod='chunked_0' {UNKNOWN}"),
-        ("chunked_", f"attention: mask_mod='chunked_' {UNKNOWN}"),
+        *(
+            (name, f"attention: mask_mod={name!r} {UNKNOWN}")
+            for name in (
+                *("", "chunked_", "chunked_-1", "chunked_1234567890", "prefix_lm_x"),
+                *(":f", "m:", ":", "a:b:c", ".relative:f", "a..b:f", "a b:f", "a:f.g", "os.path"),
+            )
+        ),
         (
             "no_such_module:f",
             "attention: mask_mod='no_such_module:f' cannot be imported: No module named "
@@ -91,13 +110,23 @@ UNKNOWN = "is unknown; use 'chunked_N', 'prefix_lm_N' with a number N > 0, or 'm
             f"attention: mask_mod='{__name__}:NUMBER' is no function but a int.",
         ),
         (
+            f"{__name__}:of_two",
+            f"attention: mask_mod='{__name__}:of_two', {CALLED} fails: of_two() takes 2 positional "
+            f"arguments but 4 were given.",
+        ),
+        (
+            f"{__name__}:of_nothing",
+            f"attention: mask_mod='{__name__}:of_nothing', {CALLED} gives None; it should say "
+            f"whether the query sees the key.",
+        ),
+        (
             every_other_head,
             f"attention: mask_mod should be a name such as 'chunked_1024' or 'module:function', "
             f"but is {every_other_head!r}: kernels are compiled ahead of time, and found by name.",
         ),
     ],
     # Numbers: one name has an address in it, which differs from worker to worker.
-    ids=range(7),
+    ids=range(22),
 )
 def test_a_name_without_a_function_is_refused(name, words):
     with pytest.raises(ValueError) as error:
