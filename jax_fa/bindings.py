@@ -56,7 +56,17 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
 
     JAX refuses to export custom calls whose stability it does not know. The targets of jax_fa are
     versioned and their attributes only grow, so an exported program runs wherever ``jax_fa`` has
-    been imported.
+    been imported::
+
+        exported = jax.export.export(step, disabled_checks=jax_fa.export_disabled_checks())(x)
+        path.write_bytes(exported.serialize())
+
+        import jax_fa  # where the program runs: nothing else tells XLA of the kernels
+        step = jax.export.deserialize(bytearray(path.read_bytes()))
+        y = step.call(x)
+
+    Without that import the call ends in ``No FFI handler registered for jax_fa_fwd_v1`` (or
+    ``jax_fa_bwd_v1``).
     """
     return [
         jax.export.DisabledSafetyCheck.custom_call(name)
