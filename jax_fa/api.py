@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_fa import arguments, bindings, mask_mods, operations, reference, vjp
-from jax_fa.arguments import Call, Options, WindowSize
+from jax_fa import arguments, bindings, checks, mask_mods, operations, reference, vjp
+from jax_fa.arguments import Call, Keywords, Options, Packing, WindowSize
 from jax_fa.band import Alignment
 from jax_fa.choice import Choice, Implementation, choose, name_of
 from jax_fa.problem import KERNEL_DTYPES, Problem
@@ -54,7 +54,8 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
             unfused; its gradient is supported.
         mask: bool, True takes part; shapes as of bias. Runs unfused: prefer is_causal,
             local_window_size, lengths and segment ids, which skip what they hide.
-        scale: factor of the logits; D ** -0.5 if None. A traced scalar runs unfused.
+        scale: factor of the logits; D ** -0.5 if None. 0, or of magnitude 1e-30 to 1e30. A traced
+            scalar runs unfused.
         is_causal: a query sees no key beyond its diagonal.
         query_seq_lengths: int32 [B]; rows beyond give 0, and lse = -inf.
         key_value_seq_lengths: int32 [B]; keys beyond are invisible. NaN there does no harm.
@@ -66,30 +67,38 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
             kernels of a GPU on the CPU (``jax_fa.emulation`` says of which).
         return_residual: also return the log-sum-exp [B, T, N] in the dtype of key and without
             gradient, as jax.nn does. ``attention_with_lse`` gives it in float32 with gradient.
-        query_segment_ids: int32 [B, T]; a query sees only keys of its own segment (packed
-            documents).
+        query_segment_ids: integers [B, T] that fit int32; a query sees only keys of its own segment
+            (packed documents). Of wider types than int32, here and below, values are read, so they
+            must not be traced.
         key_value_segment_ids: int32 [B, S]; goes with query_segment_ids.
         logits_soft_cap: c bounds the logits to c * tanh(logits / c), after scale and bias and
-            before masking.
-        sinks: float32 [N], one extra logit per head in the denominator; differentiable.
+            before masking; 1e-4 to 1e4.
+        sinks: float32 [N], one extra logit per head in the denominator; differentiable. At most
+            1e4, -inf for a head without; NaN makes its head's results NaN.
         causal_alignment: where the diagonal of causal and windowed attention lies: "top_left"
             starts it at key 0, "bottom_right" ends it at the last used key of the last used row.
-        query_offset: int32 scalar or [B], may be traced: position of query row 0, added to the
-            diagonal (context parallelism, decoding).
+        query_offset: integer scalar or [B] that fits int32, may be traced: position of query row 0,
+            added to the diagonal (context parallelism, decoding).
         deterministic: identical bits of the gradient on every run.
         mask_mod: name of a function of positions that hides further keys: "chunked_N" (causal
             within chunks of N), "prefix_lm_N" (causal, the first N keys seen by all), or
-            "module:function" (``jax_fa.mask_mods``). GPU kernels serve those that the build
-            compiled (``python -m jax_fa.aot --mask-mod``), but for Hopper's backward; anything
-            else runs unfused.
+            "module:function" (``jax_fa.mask_mods``), which imports the module and calls the
+            function: executes code. GPU kernels serve those that the build compiled (``python -m
+            jax_fa.aot --mask-mod``), but for Hopper's backward; anything else runs unfused.
 
     Returns:
         [B, T, N, Dv] (or [T, N, Dv]) in the dtype of query; with return_residual a tuple
         (output, residual). A row that sees no key gives 0 and lse = -inf, where jax.nn averages
         all values.
 
+    Arrays may be traced. Everything else decides what is compiled: Python or NumPy values, and in
+    a jitted function arguments that ``static_argnames`` lists. Flags are True or False, nothing
+    that merely counts as one of them.
+
     Raises:
-        ValueError: arguments contradict each other.
+        ValueError: arguments contradict each other, or have a wrong shape or value.
+        TypeError: an argument is of a wrong type, or traced where it may not be; bias or mask does
+            not broadcast.
         NotImplementedError: a forced implementation does not serve the problem, or a derivative
             that does not exist was asked for.
 
@@ -114,9 +123,10 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         deterministic=deterministic,
         mask_mod=mask_mod,
     )
-    if implementation == "cudnn":
-        return _cudnn((query, key, value), options, return_residual)
+    return_residual = checks.flag("return_residual", return_residual)
     call = arguments.dense((query, key, value), options)
+    if call.implementation == "cudnn":
+        return _cudnn((query, key, value), options, return_residual)
     out, lse = _run(call)
     if return_residual:
         return out, jax.lax.stop_gradient(lse.astype(call.operands.k.dtype))
@@ -124,7 +134,12 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
 
 
 def attention_with_lse(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Unpack[Options]
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    **options: Unpack[Keywords],
 ) -> tuple[Array, Array]:
     """As ``attention``, returning also the log-sum-exp: float32, with gradient.
 
@@ -132,15 +147,18 @@ def attention_with_lse(
         query: [B, T, N, D] or [T, N, D].
         key: [B, S, K, D] or [S, K, D].
         value: [B, S, K, Dv] or [S, K, Dv].
-        **options: keywords of ``attention``, bias and mask included, but for ``return_residual``
-            and ``implementation="cudnn"``.
+        bias: as of ``attention``.
+        mask: as of ``attention``.
+        **options: keywords of ``attention`` but for ``return_residual`` and
+            ``implementation="cudnn"``.
 
     Returns:
         out [B, T, N, Dv] and lse float32 [B, T, N] (natural log of the whole denominator, sinks
         included; -inf for a row without). Both are differentiable: partial results over disjoint
         keys merge by their LSE, and gradients flow through the merge.
     """
-    return _run(_without_cudnn(arguments.dense((query, key, value), options)))
+    given: Options = {"bias": bias, "mask": mask, **options}
+    return _run(_without_cudnn(arguments.dense((query, key, value), given)))
 
 
 def attention_varlen(
@@ -163,9 +181,12 @@ def attention_varlen(
         key: [total_k, K, D].
         value: [total_k, K, Dv].
         cu_seqlens_q: int32 [M + 1], ascending: sequence m holds the rows
-            ``cu_seqlens_q[m] .. cu_seqlens_q[m + 1]``. Rows of no sequence give 0.
+            ``cu_seqlens_q[m] .. cu_seqlens_q[m + 1]``. Rows of no sequence give 0. Others than
+            from 0 to total_q are refused where their values are at hand: not traced, and not on a
+            GPU.
         cu_seqlens_k: int32 [M + 1], likewise for key and value.
         max_seqlen_q: an upper bound of the query lengths; accepted for compatibility, not needed.
+            One that does not hold is refused where cu_seqlens_q is at hand.
         max_seqlen_k: likewise for keys.
         seqused_q: int32 [M], used rows of each sequence, if fewer than its slot holds.
         seqused_k: int32 [M], used keys of each sequence.
@@ -175,9 +196,12 @@ def attention_varlen(
     Returns:
         [total_q, N, Dv] in the dtype of query.
     """
-    del max_seqlen_q, max_seqlen_k
-    borders, used = (cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k)
-    call = arguments.packed((query, key, value), borders, used, options)
+    packing = Packing(
+        borders=(cu_seqlens_q, cu_seqlens_k),
+        used=(seqused_q, seqused_k),
+        longest=(max_seqlen_q, max_seqlen_k),
+    )
+    call = arguments.packed((query, key, value), packing, options)
     return _run(_without_cudnn(call))[0][0]
 
 
@@ -259,32 +283,51 @@ class Explanation:
         return f"{self.platform}: {self.choice.implementation}{kernel}: {self.choice.reason}"
 
 
+_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
+
+
 def explain(
-    query: Any, key: Any, value: Any, *, platform: str | None = None, **options: Unpack[Options]
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    platform: str | None = None,
+    **options: Unpack[Keywords],
 ) -> Explanation:
     """Which implementation ``attention`` would use for these arguments, and why; computes nothing.
 
     Args:
         query: an array or a ``jax.ShapeDtypeStruct``, as are all array arguments.
         key: as of ``attention``.
-        value: as of ``attention``.
-        platform: "cpu", "cuda", ...; the default backend's if None.
+        value: as of ``attention``, as are the following two.
+        bias: added to the scaled logits.
+        mask: bool, True takes part.
+        platform: "cpu", "cuda" (or "gpu"), "rocm", "tpu"; the default backend's if None.
         **options: keywords of ``attention``, but for ``return_residual``.
 
     Raises:
-        ValueError: as ``attention`` would.
+        ValueError: as ``attention`` would, or the platform is unknown.
+        TypeError: as ``attention`` would.
         NotImplementedError: as ``attention`` would.
     """
-    platform = platform or jax.default_backend()
+    default = jax.default_backend()
+    if platform is None:
+        platform = default
+    checks.name_among("platform", platform, sorted({*_PLATFORMS, default}), "None or ")
     platform = "cuda" if platform == "gpu" else platform
-    arrays = {name: x for name, x in options.items() if hasattr(x, "shape")}
-    static = {name: x for name, x in options.items() if name not in arrays}
+    given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
+    # Values stay values: what is a number to `attention` has to be one here.
+    shapes = {name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
     calls: list[Call] = []
 
-    def check(qkv: Any, given: Any) -> None:
-        calls.append(arguments.dense(qkv, cast(Options, {**given, **static})))
+    def check(arrays: dict[str, Any]) -> None:
+        rest = {**given, **arrays}
+        qkv = (rest.pop("query"), rest.pop("key"), rest.pop("value"))
+        calls.append(arguments.dense(qkv, cast(Options, rest)))
 
-    jax.eval_shape(check, (query, key, value), arrays)
+    jax.eval_shape(check, shapes)
     (call,) = calls
     problem = Problem.of(call.operands, call.semantics)
     return Explanation(platform, _choice(call, problem, platform), problem)
@@ -362,7 +405,11 @@ def _cudnn(
         "mask_mod": None,
     }
     given = cast(dict[str, Any], options)
-    used = [name for name, default in ours.items() if given[name] is not default]
+    used = [
+        name
+        for name, default in ours.items()
+        if (given[name] is not None if default is None else given[name] != default)
+    ]
     if used:
         raise NotImplementedError(
             f"attention: implementation='cudnn' delegates to jax.nn.dot_product_attention, which "

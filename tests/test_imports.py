@@ -78,6 +78,7 @@ TOWERS = {
         Layer("sharding", "jax numpy"),
         Layer("operations", "jax numpy"),
         Layer("vjp", "jax"),
+        Layer("checks", "jax numpy"),
         Layer("arguments", "jax numpy"),
         Layer("api", "jax numpy"),
         Layer("parallel", "jax"),

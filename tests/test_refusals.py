@@ -23,13 +23,28 @@ UNKNOWN_IMPLEMENTATION = (
     "'xla', 'emulated'."
 )
 
+ACCEPTED_SHAPES = "[batch, length, heads, head size] or [length, heads, head size]"
 ARRAYS = [
     (
         "query of rank 5",
         (zeros(1, 2, 6, 4, 8), K, V),
         ValueError,
-        "attention: query should be [batch, length, heads, head size] or without batch, but has "
-        "shape (1, 2, 6, 4, 8). Fold several batch dimensions into one, or use vmap.",
+        f"attention: query should be {ACCEPTED_SHAPES}, but has shape (1, 2, 6, 4, 8). Fold "
+        "several batch dimensions into one, or use vmap.",
+    ),
+    (
+        "rank 2, which would be one row",
+        (Q[0, 0], K[0, 0], V[0, 0]),
+        ValueError,
+        f"attention: query should be {ACCEPTED_SHAPES}, but has shape (4, 8). Fold several batch "
+        "dimensions into one, or use vmap.",
+    ),
+    (
+        "value of rank 1",
+        (Q, K, V[0, 0, 0]),
+        ValueError,
+        f"attention: value should be {ACCEPTED_SHAPES}, but has shape (8,). Fold several batch "
+        "dimensions into one, or use vmap.",
     ),
     (
         "batch differs",
@@ -89,6 +104,15 @@ ARRAYS = [
     ),
 ]
 
+SOFT_CAP = (
+    "attention: logits_soft_cap should be a number from 0.0001 to 10000, but is {}. Kernels "
+    "compute tanh to 1e-7, which the cap multiplies: a larger one would show in the logits. None "
+    "leaves them as they are."
+)
+SCALE = (
+    "attention: scale should be 0 or a number of magnitude 1e-30 to 1e+30, but is {}. float32 "
+    "products of scale with operands, log2(e) and 1 / logits_soft_cap would leave its range."
+)
 OPTIONS = [
     (
         {"query_seq_lengths": jnp.zeros(3, jnp.int32)},
@@ -108,7 +132,7 @@ OPTIONS = [
     ),
     (
         {"mask": zeros(2, 3, 6, 5, dtype=bool)},
-        ValueError,
+        TypeError,
         "attention: mask should broadcast to [B, N, T, S] = [2, 4, 6, 5], but has shape "
         "(2, 3, 6, 5).",
     ),
@@ -140,15 +164,47 @@ OPTIONS = [
         ValueError,
         "attention: query_segment_ids should be integers, but got float32.",
     ),
+    ({"logits_soft_cap": 0.0}, ValueError, SOFT_CAP.format("0.0")),
+    ({"logits_soft_cap": float("nan")}, ValueError, SOFT_CAP.format("nan")),
+    ({"logits_soft_cap": 1e37}, ValueError, SOFT_CAP.format("1e+37")),
+    ({"scale": np.float32("inf")}, ValueError, SCALE.format("np.float32(inf)")),
+    ({"scale": -1e-40}, ValueError, SCALE.format("-1e-40")),
     (
-        {"logits_soft_cap": 0.0},
+        {"scale": 10**400},
         ValueError,
-        "attention: logits_soft_cap must be positive or None, but is 0.0.",
+        "attention: scale should be 0 or a number of magnitude 1e-30 to 1e+30, but is "
+        f"1{'0' * 56}....",
     ),
     (
-        {"logits_soft_cap": float("nan")},
+        {"is_causal": "False"},
+        TypeError,
+        "attention: is_causal should be True or False, but is 'False'.",
+    ),
+    (
+        {"deterministic": np.array([True, False])},
         ValueError,
-        "attention: logits_soft_cap must be positive or None, but is nan.",
+        "attention: deterministic should be True or False, but is ndarray of shape (2,).",
+    ),
+    (
+        {"local_window_size": (3, 2.5)},
+        TypeError,
+        "attention: local_window_size should be an integer, but is 2.5.",
+    ),
+    (
+        {"bias": zeros(6, 5, dtype=jnp.complex64)},
+        ValueError,
+        "attention: bias should be real numbers, but is complex64.",
+    ),
+    (
+        {"query_offset": 2**31},
+        ValueError,
+        "attention: query_offset should fit int32, but holds 2147483648.",
+    ),
+    (
+        {"sinks": [0.0, 1e5, -np.inf, np.nan]},
+        ValueError,
+        "attention: sinks should be at most 10000 (-inf for a head without), but hold 100000. The "
+        "LSE has 24 bits: a probability exp(logit - lse) would be wrong by more than 0.1%.",
     ),
     (
         {"sinks": zeros(2)},
@@ -163,12 +219,12 @@ OPTIONS = [
     (
         {"causal_alignment": "middle"},
         ValueError,
-        "attention: causal_alignment='middle' is unknown; use 'top_left' or 'bottom_right'.",
+        "attention: causal_alignment='middle' is unknown; use one of 'top_left', 'bottom_right'.",
     ),
     (
         {"query_offset": 0.5},
         ValueError,
-        "attention: query_offset should be an integer, but got float32.",
+        "attention: query_offset should be integers, but got float32.",
     ),
     (
         {"query_offset": jnp.zeros(3, jnp.int32)},
