@@ -243,7 +243,8 @@ def _before_conversion(name: str, given: Any) -> Array | np.ndarray:
 
 def _fitting(name: str, value: Array | np.ndarray) -> Array:
     """As int32, refusing values that are not: others would silently become another number."""
-    if np.can_cast(value.dtype, np.int32):
+    info = jnp.iinfo(value.dtype)
+    if info.min >= INT32.min and info.max <= INT32.max:
         return jnp.asarray(value, jnp.int32)
     is_readable = not isinstance(value, jax.Array) or (
         not is_traced(value) and value.is_fully_addressable

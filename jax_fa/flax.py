@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_fa import checks
 from jax_fa.api import attention
 from jax_fa.arguments import WindowSize
 from jax_fa.band import Alignment
@@ -126,6 +127,9 @@ class AttentionFn:
                 "attention. Leave attention_fn at Flax's default for that layer."
             )
         _check_precision(precision)
+        query, key, value = (
+            _checked(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        )
         band = self._band(query.shape[-3], key.shape[-3], mask is not None, is_causal)
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         batch = query.shape[:-3]
@@ -134,8 +138,10 @@ class AttentionFn:
             query,
             key,
             value,
-            bias=None if bias is None else _fold_pairwise(bias, batch),
-            mask=None if mask is None else _fold_pairwise(mask.astype(bool), batch),
+            bias=None if bias is None else _fold_pairwise(checks.array("bias", bias), batch),
+            mask=None
+            if mask is None
+            else _fold_pairwise(checks.reals("mask", mask).astype(bool), batch),
             **band,
             logits_soft_cap=self.logits_soft_cap,
             scale=self.scale,
@@ -156,7 +162,7 @@ class AttentionFn:
                 )
             return {}
         return {
-            "is_causal": self.is_causal or is_causal,
+            "is_causal": any([checks.flag("is_causal", x) for x in (self.is_causal, is_causal)]),
             "local_window_size": self.local_window_size,
             "causal_alignment": self.causal_alignment,
         }
@@ -167,6 +173,16 @@ make_attention_fn = AttentionFn
 
 attention_fn = AttentionFn()
 """The attention function of a layer without properties of its own."""
+
+
+def _checked(name: str, given: Any) -> Array:
+    array = checks.array(name, given)
+    if array.ndim < 3:
+        raise ValueError(
+            f"attention_fn: {name} should be [batch..., length, heads, head size], but has shape "
+            f"{array.shape}."
+        )
+    return array
 
 
 def _check_precision(precision: Any) -> None:

@@ -317,3 +317,16 @@ def test_shapes_that_do_not_fit_are_refused():
         attention_fn(q, jnp.concatenate([k, k]), v)
     with pytest.raises(ValueError, match=r"mask or bias has shape \[1, 1, 1, 5, 5\]"):
         attention_fn(q, k, v, mask=jnp.ones((1, 1, 1, 5, 5), bool))
+    with pytest.raises(ValueError, match=r"key should be \[batch..., length, heads, head size\]"):
+        attention_fn(q, k[0, 0], v)
+
+
+@pytest.mark.parametrize("own", [attention_fn, make_attention_fn(is_causal=True)])
+def test_arguments_are_checked_as_those_of_attention(own):
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match="is_causal should be True or False, but is 'no'"):
+        own(q, k, v, is_causal="no")
+    with pytest.raises(TypeError, match="value should be an array of numbers, but is 'v'"):
+        own(q, k, "v")
+    with pytest.raises(ValueError, match="mask should be real numbers, but is complex64"):
+        own(q, k, v, mask=jnp.ones((5, 5), jnp.complex64))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import in_new_process
 
 import jax_fa
 from jax_fa import bindings, operations
@@ -332,6 +333,30 @@ def test_dense_keywords_do_not_apply_to_packed_sequences(name):
             {"seqused_k": jnp.zeros(3, jnp.int32)},
             "attention: seqused_k should have shape [1], but has [3].",
         ),
+        (
+            {"cu_seqlens_q": np.array([3, 2])},
+            "attention_varlen: cu_seqlens_q should ascend from 0 or more to 5 (the tokens there "
+            "are) or less, but is [3, 2].",
+        ),
+        (
+            {"cu_seqlens_k": jnp.array([0, 6])},
+            "attention_varlen: cu_seqlens_k should ascend from 0 or more to 5 (the tokens there "
+            "are) or less, but is [0, 6].",
+        ),
+        (
+            {"cu_seqlens_q": [0, 2**32 + 5]},
+            "attention: cu_seqlens_q should fit int32, but holds 4294967301.",
+        ),
+        (
+            {"max_seqlen_q": -1},
+            "attention_varlen: max_seqlen_q should be None or an upper bound of the lengths, but "
+            "is -1.",
+        ),
+        (
+            {"max_seqlen_k": 4},
+            "attention_varlen: max_seqlen_k=4 is no upper bound: by cu_seqlens_k a sequence has 5 "
+            "tokens. Leave it out, it is not needed.",
+        ),
     ],
 )
 def test_bad_packed_arguments_are_refused(change, words):
@@ -339,6 +364,82 @@ def test_bad_packed_arguments_are_refused(change, words):
     given = {"query": K[0], "key": K[0], "value": V[0], "cu_seqlens_q": cu, "cu_seqlens_k": cu}
     call = lambda: jax_fa.attention_varlen(**{**given, **change})  # noqa: E731
     assert error_of(call) == (ValueError, words)
+
+
+def test_borders_and_bounds_that_nobody_can_read_are_taken():
+    attend = jax.jit(lambda cu: jax_fa.attention_varlen(K[0], K[0], V[0], cu, cu, max_seqlen_q=4))
+    attend.trace(jnp.array([0, 6], jnp.int32))
+
+
+STATIC = {
+    "is_causal": True,
+    "deterministic": True,
+    "return_residual": True,
+    "local_window_size": 3,
+    "logits_soft_cap": 2.0,
+    "implementation": 1,
+    "causal_alignment": 1,
+    "mask_mod": 1,
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_what_decides_the_program_is_static(name):
+    def attend(**option):
+        return jax_fa.attention(Q, K, V, **option)
+
+    kind, words = error_of(lambda: jax.jit(attend)(**{name: STATIC[name]}))
+    assert kind is TypeError
+    assert words.startswith(
+        f"attention: {name} decides what is compiled and should be a Python value, but is traced ("
+    )
+    assert words.endswith(
+        "Where a jitted function takes it as an argument, list it in static_argnames of jax.jit."
+    )
+    if not isinstance(STATIC[name], int) or isinstance(STATIC[name], bool):
+        jax.jit(attend, static_argnames=name)(**{name: STATIC[name]})
+
+
+WIDE = [np.int64, np.uint32, np.uint64]
+
+
+@pytest.mark.parametrize("is_x64", [False, True])
+@pytest.mark.parametrize("dtype", WIDE, ids=lambda dtype: dtype.__name__)
+def test_integers_of_wide_types_are_taken_if_their_values_fit(dtype, is_x64):
+    """Cut to 32 bits, segments 0 and 2**32 would be one."""
+    ids = np.array([[0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 4, 2**31 - 1]])
+    too_large = 2**32 - 1 if dtype is np.uint32 else 2**32
+
+    def attend(q_ids, **options):
+        return jax_fa.attention(
+            Q, K, V, query_segment_ids=q_ids, key_value_segment_ids=IDS_K, **options
+        )
+
+    with jax.enable_x64(is_x64):
+        for make in (np.asarray, jnp.asarray):
+            attend(make(ids.astype(dtype)), query_offset=make(dtype(3)))
+        makes = (np.asarray, jnp.asarray) if is_x64 or dtype is np.uint32 else (np.asarray,)
+        for make in makes:
+            wide = make(np.where(ids == 2, too_large, ids).astype(dtype))
+            words = f"attention: query_segment_ids should fit int32, but holds {too_large}."
+            assert error_of(lambda wide=wide: attend(wide)) == (ValueError, words)
+            offset = make(dtype(too_large))
+            words = f"attention: query_offset should fit int32, but holds {too_large}."
+            assert error_of(lambda x=offset: attend(IDS_Q, query_offset=x)) == (ValueError, words)
+        if jnp.asarray(ids.astype(dtype)).dtype != np.int32:
+            kind, words = error_of(lambda: jax.jit(attend)(ids.astype(dtype)))
+            assert kind is ValueError and "Convert it with .astype(jnp.int32)." in words
+
+
+def test_lengths_are_not_cut_to_32_bits():
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        for given in (np.array([2**32, 3]), [2**32, 3]):
+            assert error_of(lambda x=given, n=name: jax_fa.attention(Q, K, V, **{n: x})) == (
+                ValueError,
+                f"attention: {name} should fit int32, but holds 4294967296.",
+            )
+        with jax.enable_x64(True):
+            jax_fa.attention(Q, K, V, **{name: np.array([2, 3])})
 
 
 def test_operations_alone_take_no_mask():
@@ -429,6 +530,28 @@ def test_extension_of_another_version_is_refused(monkeypatch):
     )
 
 
+def test_an_exported_program_ends_as_documented_where_nobody_imported_jax_fa(tmp_path):
+    checks = jax_fa.export_disabled_checks()
+    exported = jax.export.export(
+        jax.jit(lambda q: jax_fa.attention(q, K, V)), disabled_checks=checks
+    )
+    path = tmp_path / "program"
+    path.write_bytes(exported(Q).serialize())
+    call = f"""
+import jax, numpy as np, pathlib
+program = jax.export.deserialize(bytearray(pathlib.Path({str(path)!r}).read_bytes()))
+try:
+    print(program.call(np.zeros((2, 6, 4, 8), np.float32)).shape)
+except jax.errors.JaxRuntimeError as error:
+    print(error)
+"""
+    words = "No FFI handler registered for jax_fa_fwd_v1"
+    assert words in in_new_process(call)
+    assert in_new_process(f"import jax_fa{call}") == "(2, 6, 4, 8)\n"
+    documentation = jax_fa.export_disabled_checks.__doc__
+    assert "import jax_fa  #" in documentation and words in documentation
+
+
 # Fallbacks are visible, and say why.
 
 
@@ -463,8 +586,67 @@ def test_explain_tells_what_would_run():
     mask = cast(Any, jax.ShapeDtypeStruct((1, 1, 128, 128), bool))
     masked = jax_fa.explain(shape, shape, shape, platform="cpu", mask=mask)
     assert masked.choice.implementation == "xla" and "dense mask" in str(masked)
+    assert jax_fa.explain(shape, shape, shape, None, mask, platform="cpu") == masked
     elsewhere = jax_fa.explain(Q, K, V, platform="tpu").choice
     assert (elsewhere.implementation, elsewhere.is_fallback) == ("xla", True)
+
+
+NUMPY = {
+    "scale": [np.float32(0.5), np.float64(0.5), np.array(0.5), np.int32(1), jnp.float32(0.5)],
+    "logits_soft_cap": [np.float32(2.0), np.int64(2), jnp.float32(2.0)],
+    "is_causal": [np.bool_(True), np.array(True), jnp.array(True)],
+    "deterministic": [np.bool_(True)],
+    "local_window_size": [np.int32(2), (np.int64(2), None), np.array([2, 1]), jnp.int32(2), [2, 0]],
+    "causal_alignment": [np.str_("bottom_right")],
+    "query_offset": [np.int64(3), np.array([3, 4]), 3, [3, 4]],
+    "key_value_seq_lengths": [np.array([3, 4]), [3, 4]],
+    "sinks": [np.zeros(4), [0.0, -np.inf, 1.0, 2.0]],
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_values_of_numpy_are_the_same_to_explain_as_to_attention(name):
+    for value in NUMPY[name]:
+        explained = jax_fa.explain(Q, K, V, **{name: value})
+        assert explained.choice.implementation == "cpu", (value, str(explained))
+        jax_fa.attention(Q, K, V, implementation="cpu", **{name: value})
+
+
+def test_explain_takes_a_shape_for_every_array():
+    shape = jax.ShapeDtypeStruct
+    q, k, v = (shape(x.shape, x.dtype) for x in (Q, K, V))
+    explained = jax_fa.explain(
+        q,
+        k,
+        v,
+        shape((2, 1, 6, 5), jnp.float32),
+        shape((6, 5), bool),
+        query_seq_lengths=shape((2,), jnp.int32),
+        query_segment_ids=shape((2, 6), jnp.int32),
+        key_value_segment_ids=shape((2, 5), jnp.int32),
+        query_offset=shape((), jnp.int32),
+        sinks=shape((4,), jnp.float32),
+        scale=0.5,
+    )
+    assert "dense mask" in str(explained)
+    traced = jax_fa.explain(Q, K, V, scale=shape((), jnp.float32))
+    assert "a traced scale runs unfused" in str(traced)
+
+
+def test_bias_and_mask_have_the_same_positions_everywhere():
+    bias, mask = zeros(6, 5) + jnp.arange(5.0), jnp.arange(5) < 3
+    want = jax_fa.attention(Q, K, V, bias, mask, return_residual=True)
+    got = jax_fa.attention_with_lse(Q, K, V, bias, mask)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_explain_knows_the_platforms():
+    assert error_of(lambda: jax_fa.explain(Q, K, V, platform="nvidia")) == (
+        ValueError,
+        "attention: platform='nvidia' is unknown; use None or one of 'cpu', 'cuda', 'gpu', "
+        "'rocm', 'tpu'.",
+    )
 
 
 def test_explain_refuses_what_attention_refuses():
