@@ -252,6 +252,10 @@ void StorePanel(const float* panel, const float* scale, DType dtype, const Side&
   }
 }
 
+void Scale(float factor, int64_t count, float* x) {
+  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
+}
+
 void Fill(float x, float* lanes) {
   for (int i = 0; i < kPanel; ++i) lanes[i] = x;
 }
@@ -261,10 +265,12 @@ void Fill(float x, float* lanes) {
 // q . k with q already multiplied by `scale` gives base-2 logits, or what the soft cap is taken of.
 struct Logits {
   float scale;
+  float rest;      // scale * rest is the scale of the problem
   float cap_log2;  // 0: none
 
   explicit Logits(const Problem& problem)
       : scale(problem.soft_cap > 0.0f ? problem.scale / problem.soft_cap : problem.scale * kLog2e),
+        rest(problem.soft_cap > 0.0f ? problem.soft_cap : kLn2),
         cap_log2(problem.soft_cap * kLog2e) {}
 };
 
@@ -352,8 +358,8 @@ void Finish(const FwdParams& params, const Side& side, const ForwardPanel& panel
   for (int64_t i = 0; i < panel.band.count; ++i) {
     const float sum = panel.softmax.sum[i];
     inverse[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
-    params.lse[side.FlatRow(panel.band.first + i)] =
-        sum == 0.0f ? -kInf : panel.softmax.max[i] * kLn2 + logf(sum);
+    const double lse = panel.softmax.max[i] * kLn2InDouble + static_cast<double>(logf(sum));
+    params.lse[side.FlatRow(panel.band.first + i)] = sum == 0.0f ? -kInf : static_cast<float>(lse);
   }
   StorePanel(panel.out, inverse, params.problem.dtype, side, panel.band, row,
              {params.out, params.problem.value_dim});
@@ -459,10 +465,16 @@ void Delta(const BwdParams& params, const Sequence& sequence, int64_t head, floa
   if (params.dsinks) params.dsinks[sink] = static_cast<float>(dsink);
 }
 
-// Per query row: the base-2 LSE and delta. A row that sees nothing has lse = +inf, so that its
-// probabilities are 0.
+// Per query row: the base-2 LSE in two parts, and delta. A row that sees nothing has lse = +inf, so
+// that its probabilities are 0.
+//
+// Every rounding of an LSE of some hundreds changes all probabilities of its row by as much as all
+// other roundings together. So base 2 is left and entered in double precision, and one rounding
+// remains, that of the stored LSE. For the same reason both passes of the backward take scores of
+// scaled q and plain k, like the forward: their bits are those that the LSE was taken of.
 struct RowStats {
   float* lse;
+  float* lse_rest;
   float* delta;
 };
 
@@ -470,7 +482,10 @@ void LoadStats(const BwdParams& params, const float* delta, const Side& side, in
                int64_t count, RowStats stats) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t row = side.FlatRow(first + i);
-    stats.lse[i] = params.lse[row] == -kInf ? kInf : params.lse[row] * kLog2e;
+    const double lse = params.lse[row] * kLog2eInDouble;
+    const float rounded = static_cast<float>(lse);
+    stats.lse[i] = rounded == -kInf ? kInf : rounded;
+    stats.lse_rest[i] = stats.lse[i] == kInf ? 0.0f : static_cast<float>(lse - rounded);
     stats.delta[i] = delta[row];
   }
 }
@@ -484,6 +499,7 @@ void ScoreGradients(const Logits& logits, const Span& span, const Mask& mask, Ro
     for (int v = 0; v < span.Vectors(); ++v) {
       constexpr bool kPerLane = kLanesAre == Lanes::kQueries;
       const Vf lse = kPerLane ? Load(stats.lse + v * kLanes) : Splat(stats.lse[j]);
+      const Vf lse_rest = kPerLane ? Load(stats.lse_rest + v * kLanes) : Splat(stats.lse_rest[j]);
       const Vf delta = kPerLane ? Load(stats.delta + v * kLanes) : Splat(stats.delta[j]);
       const int64_t at = j * kPanel + v * kLanes;
       Vf z = Load(s + at);
@@ -493,7 +509,7 @@ void ScoreGradients(const Logits& logits, const Span& span, const Mask& mask, Ro
         z = logits.cap_log2 * t;
         slope = 1.0f - t * t;
       }
-      Vf p = Exp2(z - lse);
+      Vf p = Exp2((z - lse) - lse_rest);
       Vf ds = p * (Load(dp + at) - delta) * slope;
       if (kNeedsMask) {
         const Vi sees = mask.Sees(v, j);
@@ -509,10 +525,11 @@ void ScoreGradients(const Logits& logits, const Span& span, const Mask& mask, Ro
 struct BackwardPanel {
   Band band;
   float lse[kPanel];  // with queries in the lanes
+  float lse_rest[kPanel];
   float delta[kPanel];
-  float* x;   // (D, lane): q or k, scaled
+  float* x;   // (D, lane): scaled q, or k
   float* y;   // (Dv, lane): dout or v
-  float* dx;  // (D, lane): dq or dk, before the scale
+  float* dx;  // (D, lane): dq before the scale, or dk before what the scaled q lack of it
   float* dy;  // (Dv, lane): dv, with keys in the lanes
 };
 
@@ -521,7 +538,7 @@ void Finish(const BwdParams& params, const Side& side, const BackwardPanel& pane
   constexpr bool kKeyLanes = kLanesAre == Lanes::kKeys;
   const Problem& problem = params.problem;
   float scale[kPanel];
-  Fill(problem.scale, scale);
+  Fill(kKeyLanes ? Logits(problem).rest : problem.scale, scale);
   const Array dx = {kKeyLanes ? params.dk : params.dq, problem.head_dim};
   StorePanel(panel.dx, scale, problem.dtype, side, panel.band, row, dx);
   if (kKeyLanes) {
@@ -555,6 +572,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
   float* s = arena.Take(kBlock * kPanel);         // (walked, lane)
   float* dp = arena.Take(kBlock * kPanel);        // (walked, lane)
   float block_lse[kBlock];
+  float block_lse_rest[kBlock];
   float block_delta[kBlock];
   int32_t segments[kBlock];
   float ones[kPanel];
@@ -571,14 +589,17 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
     panel.y = arena.Take(v.width * kPanel);
     panel.dx = arena.Take(q.width * kPanel);
     panel.dy = kKeyLanes ? arena.Take(v.width * kPanel) : nullptr;
-    LoadPanel(kKeyLanes ? k : q, dtype, side, panel.band, logits.scale, row, panel.x);
+    LoadPanel(kKeyLanes ? k : q, dtype, side, panel.band, kKeyLanes ? 1.0f : logits.scale, row,
+              panel.x);
     LoadPanel(kKeyLanes ? v : dout, dtype, side, panel.band, 1.0f, row, panel.y);
     memset(panel.dx, 0, q.width * kPanel * sizeof(float));
     if (kKeyLanes) memset(panel.dy, 0, v.width * kPanel * sizeof(float));
     if (!kKeyLanes) {
       Fill(0.0f, panel.lse);
+      Fill(0.0f, panel.lse_rest);
       Fill(0.0f, panel.delta);
-      LoadStats(params, delta, side, first, panel.band.count, {panel.lse, panel.delta});
+      LoadStats(params, delta, side, first, panel.band.count,
+                {panel.lse, panel.lse_rest, panel.delta});
     }
     visible = {Min(visible.lo, panel.band.any.lo), Max(visible.hi, panel.band.any.hi)};
   }
@@ -595,15 +616,19 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
         LoadBlock(kKeyLanes ? q : k, dtype, walked, block, x_block);
         LoadBlock(kKeyLanes ? dout : v, dtype, walked, block, y_block);
         if (kKeyLanes) {
-          LoadStats(params, delta, walked, first, block.count, {block_lse, block_delta});
+          Scale(logits.scale, block.count * q.width, x_block);
+          LoadStats(params, delta, walked, first, block.count,
+                    {block_lse, block_lse_rest, block_delta});
         }
         all_finite =
             AllFinite(x_block, block.count * q.width) && AllFinite(y_block, block.count * v.width);
         is_loaded = true;
       }
       const Mask mask = MakeMask(panel.band, block, span);
-      const RowStats stats = kKeyLanes ? RowStats{block_lse + span.begin, block_delta + span.begin}
-                                       : RowStats{panel.lse, panel.delta};
+      const RowStats stats = kKeyLanes
+                                 ? RowStats{block_lse + span.begin, block_lse_rest + span.begin,
+                                            block_delta + span.begin}
+                                 : RowStats{panel.lse, panel.lse_rest, panel.delta};
       const Matrix x_rows = {x_block + span.begin * q.width, q.width};
       const Matrix y_rows = {y_block + span.begin * v.width, v.width};
       Product<Left::kByRows>(span.count, x_rows, q.width, span.lanes, panel.x, nullptr, s);

@@ -39,6 +39,8 @@ typedef uint16_t Vh __attribute__((vector_size(2 * kLanes)));
 constexpr float kInf = __builtin_inff();
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
+constexpr double kLog2eInDouble = 1.44269504088896341;
+constexpr double kLn2InDouble = 0.693147180559945309;
 
 inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
