@@ -1,9 +1,13 @@
 #include "arguments.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
+
+#include "checks.h"
 
 namespace jax_fa {
 namespace {
@@ -60,42 +64,70 @@ std::string ToString(ffi::DataType dtype) {
   }
 }
 
+std::string ToString(const ffi::AnyBuffer& buffer) {
+  return ToString(buffer.element_type()) +
+         ToString(Shape(buffer.dimensions().begin(), buffer.dimensions().end()));
+}
+
+std::string Join(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+// The names of a call's arrays, in order.
+struct Signature {
+  const char* operation;
+  std::vector<std::string> operands;
+  std::vector<std::string> results;
+  std::vector<std::string> scratch;  // on CUDA, further results
+  bool needs_scratch;                // or it may be left out
+};
+
 // Reads buffers by position and remembers the first complaint, so that callers read as a list.
 class Reader {
  public:
-  Reader(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const char* operation)
-      : args_(args), rets_(rets), operation_(operation) {}
+  // Complains unless there are as many operands and results as the signature has.
+  Reader(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Signature& signature,
+         Platform platform)
+      : args_(args), rets_(rets), operation_(signature.operation) {
+    const auto& [_, operands, results, scratch, needs_scratch] = signature;
+    if (args.size() != operands.size()) {
+      Complain("takes " + std::to_string(operands.size()) + " operands (" + Join(operands) +
+               "), but got " + std::to_string(args.size()));
+    }
+    const size_t least = results.size(), most = results.size() + scratch.size();
+    const bool takes_scratch = platform == Platform::kCuda;
+    has_scratch_ = takes_scratch && rets.size() == most;
+    if (has_scratch_ || (rets.size() == least && !(takes_scratch && needs_scratch))) return;
+    std::string expected = std::to_string(least) + " results (" + Join(results) + ")";
+    if (takes_scratch) {
+      expected += std::string(needs_scratch ? " and" : ", or these and") + " as scratch " +
+                  std::to_string(scratch.size()) + " more (" + Join(scratch) + ")";
+    }
+    Complain("gives " + expected + ", but " + std::to_string(rets.size()) + " are asked for");
+  }
 
   // The next operand or result; its element type and shape must be as given.
   void* Next(const char* name, ffi::DataType dtype, const Shape& shape) {
-    return Checked(Take(), name, dtype, shape);
+    return Checked(Take(), name, dtype, {shape});
   }
-  // The same, or null for an array without elements.
+  // The same, or null for an array without elements, which may also have shape [0].
   void* NextOptional(const char* name, ffi::DataType dtype, const Shape& shape) {
-    std::optional<ffi::AnyBuffer> buffer = Take();
-    if (!buffer.has_value() || buffer->element_count() == 0) return nullptr;
-    return Checked(buffer, name, dtype, shape);
+    const std::optional<ffi::AnyBuffer> buffer = Take();
+    void* data = Checked(buffer, name, dtype, {shape, {0}});
+    return buffer.has_value() && buffer->element_count() > 0 ? data : nullptr;
   }
-  std::optional<ffi::AnyBuffer> Peek(size_t index) {
-    auto buffer = args_.get<ffi::AnyBuffer>(index);
-    if (buffer.has_value()) return *buffer;
-    Complain(buffer.error().message());
-    return std::nullopt;
+  void* Next(const ScratchArray& array) {
+    return Next(array.name, array.is_int32 ? ffi::DataType::S32 : ffi::DataType::F32, array.shape);
   }
-  // The next result if there is one, whatever its type and shape.
-  void* NextScratch() {
-    return reading_results_ && next_ < rets_.size() ? Take()->untyped_data() : nullptr;
-  }
-  // The next result if there is one: float32 parts of `shape` each, as many as its first extent
-  // says. Null if there are none.
-  void* NextParts(const char* name, const Shape& shape, int64_t* num_parts) {
-    if (next_ >= rets_.size()) return nullptr;
-    std::optional<ffi::AnyBuffer> buffer = Take();
-    if (!buffer.has_value() || buffer->element_count() == 0) return nullptr;
-    *num_parts = buffer->dimensions()[0];
-    Shape whole{*num_parts};
-    whole.insert(whole.end(), shape.begin(), shape.end());
-    return Checked(buffer, name, ffi::DataType::F32, whole);
+  // An operand, without a check.
+  std::optional<ffi::AnyBuffer> PeekOperand(size_t index) { return Buffer(args_, index); }
+  // The first extent of the next result; 0 if it has none.
+  int64_t PeekExtent() const {
+    auto buffer = rets_.get<ffi::AnyBuffer>(next_);
+    const bool has_rank = buffer.has_value() && (*buffer)->dimensions().size() > 0;
+    return has_rank ? (*buffer)->dimensions()[0] : 0;
   }
   void ReadResults() {
     reading_results_ = true;
@@ -104,25 +136,39 @@ class Reader {
   void Complain(const std::string& what) {
     if (error_.empty()) error_ = std::string(operation_) + ": " + what;
   }
+  void Complain(const Complaint& complaint) {
+    if (complaint) Complain(*complaint);
+  }
+  bool has_scratch() const { return has_scratch_; }
   bool ok() const { return error_.empty(); }
   ffi::Error error() const { return ffi::Error::InvalidArgument(error_); }
 
  private:
   std::optional<ffi::AnyBuffer> Take() {
     const size_t index = next_++;
-    if (!reading_results_) return Peek(index);
+    if (!reading_results_) return Buffer(args_, index);
     auto buffer = rets_.get<ffi::AnyBuffer>(index);
     if (buffer.has_value()) return **buffer;
     Complain(buffer.error().message());
     return std::nullopt;
   }
+  std::optional<ffi::AnyBuffer> Buffer(const ffi::RemainingArgs& args, size_t index) {
+    auto buffer = args.get<ffi::AnyBuffer>(index);
+    if (buffer.has_value()) return *buffer;
+    Complain(buffer.error().message());
+    return std::nullopt;
+  }
+  // The data of a buffer of that type and one of these shapes.
   void* Checked(const std::optional<ffi::AnyBuffer>& buffer, const char* name, ffi::DataType dtype,
-                const Shape& shape) {
+                const std::vector<Shape>& shapes) {
     if (!buffer.has_value()) return nullptr;
     const Shape got(buffer->dimensions().begin(), buffer->dimensions().end());
-    if (buffer->element_type() != dtype || got != shape) {
-      Complain(std::string(name) + " should be " + ToString(dtype) + ToString(shape) + ", but is " +
-               ToString(buffer->element_type()) + ToString(got));
+    const bool fits = std::find(shapes.begin(), shapes.end(), got) != shapes.end();
+    if (buffer->element_type() != dtype || !fits) {
+      Complain(std::string(name) + " should be " + ToString(dtype) + ToString(shapes[0]) +
+               ", but is " + ToString(*buffer) +
+               (shapes.size() > 1 ? " (where there is none, " + ToString(dtype) + "[0])" : ""));
+      return nullptr;
     }
     return buffer->untyped_data();
   }
@@ -130,6 +176,7 @@ class Reader {
   const ffi::RemainingArgs& args_;
   const ffi::RemainingRets& rets_;
   const char* operation_;
+  bool has_scratch_ = false;
   size_t next_ = 0;
   bool reading_results_ = false;
   std::string error_;
@@ -156,17 +203,15 @@ struct Layout {
 
 // Derives the extents from q, k, v and cu_seqlens_q; every other operand is checked against them.
 bool ReadExtents(Reader& reader, const Attributes& attributes, Problem* problem, Layout* layout) {
-  const auto q = reader.Peek(0), k = reader.Peek(1), v = reader.Peek(2), cu_q = reader.Peek(5);
+  if (!reader.ok()) return false;
+  const auto q = reader.PeekOperand(0), k = reader.PeekOperand(1), v = reader.PeekOperand(2);
+  const auto cu_q = reader.PeekOperand(5);
   if (!q || !k || !v || !cu_q) return false;
   const auto qd = q->dimensions(), kd = k->dimensions(), vd = v->dimensions();
   const std::optional<DType> dtype = KernelDType(q->element_type());
   if (!dtype || qd.size() != 4 || kd.size() != 4 || vd.size() != 4) {
-    reader.Complain("q, k and v should be float32, bfloat16 or float16 arrays of rank 4");
-    return false;
-  }
-  if (kd[2] == 0 || qd[2] % kd[2] != 0) {
-    reader.Complain("query heads (" + std::to_string(qd[2]) +
-                    ") should be a multiple of key/value heads (" + std::to_string(kd[2]) + ")");
+    reader.Complain("q, k and v should be float32, bfloat16 or float16 arrays of rank 4, but are " +
+                    ToString(*q) + ", " + ToString(*k) + " and " + ToString(*v));
     return false;
   }
   const int64_t sequences =
@@ -187,6 +232,7 @@ bool ReadExtents(Reader& reader, const Attributes& attributes, Problem* problem,
               attributes.bottom_right,
               attributes.deterministic,
               attributes.mask_mod};
+  reader.Complain(CheckProblem(*problem));
   layout->dtype = q->element_type();
   layout->q = {qd[0], qd[1], qd[2], qd[3]};
   layout->k = {qd[0], kd[1], kd[2], qd[3]};
@@ -194,7 +240,7 @@ bool ReadExtents(Reader& reader, const Attributes& attributes, Problem* problem,
   layout->out = {qd[0], qd[1], qd[2], vd[3]};
   layout->lse = {qd[0], qd[1], qd[2]};
   layout->sinks = {sequences, qd[2]};
-  return true;
+  return reader.ok();
 }
 
 // The operands both operations share; Params is FwdParams or BwdParams.
@@ -217,14 +263,6 @@ bool ReadInputs(Reader& reader, const Attributes& attributes, Params* params, La
   params->extras.q_offset = ints("q_offset", {p.num_sequences});
   params->extras.sinks =
       static_cast<const float*>(reader.NextOptional("sinks", ffi::DataType::F32, layout->sinks));
-  const Extras& extras = params->extras;
-  if ((extras.cu_seqlens_q == nullptr) != (extras.cu_seqlens_k == nullptr)) {
-    reader.Complain("cu_seqlens_q and cu_seqlens_k should be given together");
-  }
-  if (p.q_len > 0 && p.kv_len > 0 &&
-      (extras.q_segments == nullptr) != (extras.kv_segments == nullptr)) {
-    reader.Complain("q_segments and kv_segments should be given together");
-  }
   return reader.ok();
 }
 
@@ -245,33 +283,56 @@ void Append(const char* const (&names)[n], std::vector<std::string>* out) {
   out->insert(out->end(), names, names + n);
 }
 
+template <size_t n>
+std::vector<std::string> Names(const char* const (&names)[n]) {
+  std::vector<std::string> out;
+  Append(names, &out);
+  return out;
+}
+
+Signature SignatureOf(bool backward) {
+  if (!backward) {
+    return {"jax_fa forward", Names(kInputs), Names(kForwardOutputs), Names(kForwardScratch),
+            false};
+  }
+  std::vector<std::string> operands = Names(kInputs);
+  Append(kBackwardInputs, &operands);
+  return {"jax_fa backward", operands, Names(kBackwardOutputs), Names(kBackwardScratch), true};
+}
+
 }  // namespace
 
 ffi::ErrorOr<FwdParams> ForwardParams(const ffi::RemainingArgs& args,
-                                      const ffi::RemainingRets& rets,
-                                      const Attributes& attributes) {
-  Reader reader(args, rets, "jax_fa forward");
+                                      const ffi::RemainingRets& rets, const Attributes& attributes,
+                                      Platform platform) {
+  Reader reader(args, rets, SignatureOf(false), platform);
   FwdParams params{};
   Layout layout;
   if (!ReadInputs(reader, attributes, &params, &layout)) return ffi::Unexpected(reader.error());
   reader.ReadResults();
   params.out = reader.Next("out", layout.dtype, layout.out);
   params.lse = static_cast<float*>(reader.Next("lse", ffi::DataType::F32, layout.lse));
-  int64_t num_out_parts = 0;
-  FwdScratch& scratch = params.scratch;
-  scratch.out_parts = reader.NextParts("out_parts", layout.out, &num_out_parts);
-  scratch.lse_parts = reader.NextParts("lse_parts", layout.lse, &scratch.num_splits);
-  if (num_out_parts != scratch.num_splits) {
-    reader.Complain("out_parts and lse_parts should have the same number of parts");
+  if (reader.has_scratch()) {
+    FwdScratch& scratch = params.scratch;
+    scratch.num_splits = reader.PeekExtent();
+    if (scratch.num_splits < 2 || scratch.num_splits > kMaxSplits) {
+      reader.Complain("out_parts should have 2 to " + std::to_string(kMaxSplits) +
+                      " parts, but has " + std::to_string(scratch.num_splits));
+      return ffi::Unexpected(reader.error());
+    }
+    const std::vector<ScratchArray> arrays = ForwardScratch(params.problem, scratch.num_splits);
+    scratch.out_parts = reader.Next(arrays[0]);
+    scratch.lse_parts = reader.Next(arrays[1]);
   }
+  if (reader.ok()) reader.Complain(CheckArrays(params));
   if (!reader.ok()) return ffi::Unexpected(reader.error());
   return params;
 }
 
 ffi::ErrorOr<BwdParams> BackwardParams(const ffi::RemainingArgs& args,
-                                       const ffi::RemainingRets& rets,
-                                       const Attributes& attributes) {
-  Reader reader(args, rets, "jax_fa backward");
+                                       const ffi::RemainingRets& rets, const Attributes& attributes,
+                                       Platform platform) {
+  Reader reader(args, rets, SignatureOf(true), platform);
   BwdParams params{};
   Layout layout;
   if (!ReadInputs(reader, attributes, &params, &layout)) return ffi::Unexpected(reader.error());
@@ -286,26 +347,22 @@ ffi::ErrorOr<BwdParams> BackwardParams(const ffi::RemainingArgs& args,
   params.dv = reader.Next("dv", layout.dtype, layout.v);
   params.dsinks =
       static_cast<float*>(reader.NextOptional("dsinks", ffi::DataType::F32, layout.sinks));
-  params.scratch.dq_sum = reader.NextScratch();
-  params.scratch.row_stats = reader.NextScratch();
-  params.scratch.dkv_sums = reader.NextScratch();
-  params.scratch.turns = reader.NextScratch();
-  if (reader.ok() && (params.dsinks == nullptr) != (params.extras.sinks == nullptr)) {
-    reader.Complain("dsinks should be asked for if and only if sinks is given");
+  if (reader.has_scratch()) {
+    const std::vector<ScratchArray> arrays = BackwardScratch(params.problem);
+    params.scratch.dq_sum = reader.Next(arrays[0]);
+    params.scratch.row_stats = reader.Next(arrays[1]);
+    params.scratch.dkv_sums = reader.Next(arrays[2]);
+    params.scratch.turns = reader.Next(arrays[3]);
   }
+  if (reader.ok()) reader.Complain(CheckArrays(params));
   if (!reader.ok()) return ffi::Unexpected(reader.error());
   return params;
 }
 
 std::vector<std::string> OperandNames(bool backward) {
-  std::vector<std::string> names;
-  Append(kInputs, &names);
-  if (backward) {
-    Append(kBackwardInputs, &names);
-    Append(kBackwardOutputs, &names);
-  } else {
-    Append(kForwardOutputs, &names);
-  }
+  const Signature signature = SignatureOf(backward);
+  std::vector<std::string> names = signature.operands;
+  names.insert(names.end(), signature.results.begin(), signature.results.end());
   return names;
 }
 

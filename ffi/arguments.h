@@ -2,11 +2,11 @@
 // attribute names and shapes. jax_fa/bindings.py is the other side of this agreement (a test
 // compares them).
 //
-// Operands of both operations, in order; an absent one is an array of zero elements:
+// Operands of both operations, in order; an absent one is an array [0] of its element type:
 //   q k v  q_lengths kv_lengths  cu_seqlens_q cu_seqlens_k  q_segments kv_segments  q_offset sinks
 // forward returns  out lse;  backward takes in addition  out lse dout dlse  and returns  dq dk dv
-// dsinks.  On CUDA scratch follows, whose shapes jax_fa/kernels/abi.py knows:  out_parts lse_parts
-// of a forward whose keys are split;  dq_sum row_stats dkv_sums turns  of a backward.
+// dsinks.  On CUDA scratch follows, whose shapes checks.h knows:  out_parts lse_parts  of a forward
+// whose keys are split;  dq_sum row_stats dkv_sums turns  of a backward.
 #ifndef JAX_FA_ARGUMENTS_H_
 #define JAX_FA_ARGUMENTS_H_
 
@@ -33,13 +33,17 @@ struct Attributes {
   std::string_view mask_mod;  // empty: none
 };
 
-// Checks dtypes, ranks and extents against each other; errors are kInvalidArgument.
+// Where a call runs, which decides whether scratch follows its results.
+enum class Platform { kCpu, kCuda };
+
+// Checks numbers of arrays, dtypes, ranks and extents against each other, and attributes; errors
+// are kInvalidArgument.
 xla::ffi::ErrorOr<FwdParams> ForwardParams(const xla::ffi::RemainingArgs& args,
                                            const xla::ffi::RemainingRets& rets,
-                                           const Attributes& attributes);
+                                           const Attributes& attributes, Platform platform);
 xla::ffi::ErrorOr<BwdParams> BackwardParams(const xla::ffi::RemainingArgs& args,
                                             const xla::ffi::RemainingRets& rets,
-                                            const Attributes& attributes);
+                                            const Attributes& attributes, Platform platform);
 
 // Names in call order, for the test that compares them with bindings.py.
 std::vector<std::string> OperandNames(bool backward);

@@ -53,72 +53,74 @@ struct Slot {
   int64_t used;
 };
 
-// Slots of one side, in order and apart, whatever the borders and lengths say.
-std::vector<Slot> Slots(int64_t count, int64_t length, const int32_t* cu_seqlens,
-                        const int32_t* lengths) {
-  std::vector<Slot> slots(count);
-  int64_t packed_end = 0;
-  for (int64_t m = 0; m < count; ++m) {
-    int64_t first = m * length;
-    int64_t size = length;
-    if (cu_seqlens) {
-      first = std::clamp<int64_t>(cu_seqlens[m], packed_end, length);
-      packed_end = std::clamp<int64_t>(cu_seqlens[m + 1], first, length);
-      size = packed_end - first;
-    }
-    slots[m] = {first, lengths ? std::clamp<int64_t>(lengths[m], 0, size) : size};
-  }
-  return slots;
-}
+// The slots of one side, one after another, in order and apart whatever borders and lengths say: a
+// border counts as the largest so far, itself included, of borders clamped to the array.
+class Slots {
+ public:
+  Slots(int64_t length, const int32_t* cu_seqlens, const int32_t* lengths)
+      : length_(length), cu_seqlens_(cu_seqlens), lengths_(lengths) {}
 
-std::vector<Sequence> Sequences(const Problem& problem, const Extras& extras,
-                                const std::vector<Slot>& q_slots,
-                                const std::vector<Slot>& kv_slots) {
+  Slot Next() {
+    const int64_t m = next_++;
+    int64_t first = m * length_;
+    int64_t size = length_;
+    if (cu_seqlens_) {
+      first = std::clamp<int64_t>(cu_seqlens_[m], border_, length_);
+      border_ = std::clamp<int64_t>(cu_seqlens_[m + 1], first, length_);
+      size = border_ - first;
+    }
+    return {first, lengths_ ? std::clamp<int64_t>(lengths_[m], 0, size) : size};
+  }
+
+ private:
+  const int64_t length_;
+  const int32_t* const cu_seqlens_;
+  const int32_t* const lengths_;
+  int64_t next_ = 0;
+  int64_t border_ = 0;
+};
+
+// The sequences with query rows, in order. The others have no part in any result, and cost nothing.
+std::vector<Sequence> Sequences(const Problem& problem, const Extras& extras) {
+  std::vector<Sequence> sequences;
+  if (problem.q_len == 0 || problem.num_q_heads == 0) return sequences;
   // Farther than any query_offset reaches.
   constexpr int64_t kFar = int64_t{1} << 40;
   const int64_t left = problem.window_left >= kUnbounded ? kFar : problem.window_left;
   const int64_t right = problem.window_right >= kUnbounded ? kFar : problem.window_right;
-  std::vector<Sequence> sequences(problem.num_sequences);
+  Slots q_slots(problem.q_len, extras.cu_seqlens_q, extras.q_lengths);
+  Slots kv_slots(problem.kv_len, extras.cu_seqlens_k, extras.kv_lengths);
   for (int64_t m = 0; m < problem.num_sequences; ++m) {
-    const Slot q = q_slots[m];
-    const Slot kv = kv_slots[m];
+    const Slot q = q_slots.Next();
+    const Slot kv = kv_slots.Next();
+    if (q.used == 0) continue;
     const int64_t shift =
         (extras.q_offset ? extras.q_offset[m] : 0) + (problem.bottom_right ? kv.used - q.used : 0);
-    sequences[m] = {m, q.first, kv.first, {shift, left, right, q.used, kv.used}};
+    sequences.push_back({m, q.first, kv.first, {shift, left, right, q.used, kv.used}});
   }
   return sequences;
 }
 
-// Everything that a call needs besides its operands.
-struct Work {
-  std::vector<Slot> q_slots;
-  std::vector<Slot> kv_slots;
-  std::vector<Sequence> sequences;
-  int64_t q_tokens;
-  int64_t kv_tokens;
+Slot QuerySlot(const Sequence& sequence) { return {sequence.q_first, sequence.window.q_len}; }
+Slot KeySlot(const Sequence& sequence) { return {sequence.kv_first, sequence.window.kv_len}; }
 
-  Work(const Problem& problem, const Extras& extras)
-      : q_slots(Slots(problem.num_sequences, problem.q_len, extras.cu_seqlens_q, extras.q_lengths)),
-        kv_slots(
-            Slots(problem.num_sequences, problem.kv_len, extras.cu_seqlens_k, extras.kv_lengths)),
-        sequences(Sequences(problem, extras, q_slots, kv_slots)),
-        q_tokens(problem.batch * problem.q_len),
-        kv_tokens(problem.batch * problem.kv_len) {}
-};
-
-// Calls fill(first, count) for the runs of tokens that no slot uses.
-template <typename Fill>
-void FillUnused(const std::vector<Slot>& slots, int64_t tokens, Fill fill) {
+// Calls fill(first, count) for the runs of tokens that no sequence uses.
+template <typename SlotOf, typename Fill>
+void FillUnused(const std::vector<Sequence>& sequences, SlotOf slot_of, int64_t tokens, Fill fill) {
   int64_t end = 0;
-  for (const Slot& slot : slots) {
+  for (const Sequence& sequence : sequences) {
+    const Slot slot = slot_of(sequence);
     if (slot.first > end) fill(end, slot.first - end);
     end = slot.first + slot.used;
   }
   if (tokens > end) fill(end, tokens - end);
 }
 
-void ZeroUnused(const std::vector<Slot>& slots, int64_t tokens, int64_t token_bytes, void* array) {
-  FillUnused(slots, tokens, [&](int64_t first, int64_t count) {
+template <typename SlotOf>
+void ZeroUnused(const std::vector<Sequence>& sequences, SlotOf slot_of, int64_t tokens,
+                int64_t token_bytes, void* array) {
+  if (token_bytes == 0) return;
+  FillUnused(sequences, slot_of, tokens, [&](int64_t first, int64_t count) {
     std::memset(static_cast<char*>(array) + first * token_bytes, 0, count * token_bytes);
   });
 }
@@ -186,16 +188,17 @@ bool ForceCpuIsa(const char* name) {
 void AttentionForwardCpu(const FwdParams& params, const ParallelFor& parallel_for) {
   const CpuKernels& kernels = *ChosenKernels().load();
   const Problem& problem = params.problem;
-  const Work work(problem, params.extras);
+  const std::vector<Sequence> sequences = Sequences(problem, params.extras);
   const int64_t element_bytes = problem.dtype == DType::kF32 ? 4 : 2;
   const int64_t heads = problem.num_q_heads;
+  const int64_t q_tokens = problem.batch * problem.q_len;
 
-  ZeroUnused(work.q_slots, work.q_tokens, heads * problem.value_dim * element_bytes, params.out);
-  FillUnused(work.q_slots, work.q_tokens, [&](int64_t first, int64_t count) {
+  ZeroUnused(sequences, QuerySlot, q_tokens, heads * problem.value_dim * element_bytes, params.out);
+  FillUnused(sequences, QuerySlot, q_tokens, [&](int64_t first, int64_t count) {
     std::fill_n(params.lse + first * heads, count * heads, -__builtin_inff());
   });
 
-  const std::vector<Tile> tiles = QueryTiles(problem, work.sequences, kernels.tile_rows(problem));
+  const std::vector<Tile> tiles = QueryTiles(problem, sequences, kernels.tile_rows(problem));
   parallel_for(static_cast<int64_t>(tiles.size()), [&](int64_t i) {
     const AlignedFloats scratch(kernels.scratch_floats(problem));
     kernels.forward(params, tiles[i], scratch.get());
@@ -205,26 +208,31 @@ void AttentionForwardCpu(const FwdParams& params, const ParallelFor& parallel_fo
 void AttentionBackwardCpu(const BwdParams& params, const ParallelFor& parallel_for) {
   const CpuKernels& kernels = *ChosenKernels().load();
   const Problem& problem = params.problem;
-  const Work work(problem, params.extras);
+  const std::vector<Sequence> sequences = Sequences(problem, params.extras);
   const int64_t element_bytes = problem.dtype == DType::kF32 ? 4 : 2;
   const int64_t q_heads = problem.num_q_heads;
   const int64_t kv_heads = problem.num_kv_heads;
-  const int64_t scratch_floats = kernels.scratch_floats(problem);
-  const int64_t tile_rows = kernels.tile_rows(problem);
+  const int64_t q_tokens = problem.batch * problem.q_len;
+  const int64_t kv_tokens = problem.batch * problem.kv_len;
 
-  ZeroUnused(work.q_slots, work.q_tokens, q_heads * problem.head_dim * element_bytes, params.dq);
-  ZeroUnused(work.kv_slots, work.kv_tokens, kv_heads * problem.head_dim * element_bytes, params.dk);
-  ZeroUnused(work.kv_slots, work.kv_tokens, kv_heads * problem.value_dim * element_bytes,
+  ZeroUnused(sequences, QuerySlot, q_tokens, q_heads * problem.head_dim * element_bytes, params.dq);
+  ZeroUnused(sequences, KeySlot, kv_tokens, kv_heads * problem.head_dim * element_bytes, params.dk);
+  ZeroUnused(sequences, KeySlot, kv_tokens, kv_heads * problem.value_dim * element_bytes,
              params.dv);
+  if (params.dsinks) std::fill_n(params.dsinks, problem.num_sequences * q_heads, 0.0f);
+  if (sequences.empty()) return;
 
-  const AlignedFloats delta(work.q_tokens * q_heads);
-  parallel_for(problem.num_sequences * q_heads, [&](int64_t i) {
+  const int64_t scratch_floats = kernels.scratch_floats(problem);
+  const AlignedFloats delta(q_tokens * q_heads);
+  const int64_t num_heads = static_cast<int64_t>(sequences.size()) * q_heads;
+  parallel_for(num_heads, [&](int64_t i) {
     const AlignedFloats scratch(scratch_floats);
-    kernels.delta(params, work.sequences[i / q_heads], i % q_heads, scratch.get(), delta.get());
+    kernels.delta(params, sequences[i / q_heads], i % q_heads, scratch.get(), delta.get());
   });
 
-  const std::vector<Tile> q_tiles = QueryTiles(problem, work.sequences, tile_rows);
-  const std::vector<Tile> kv_tiles = KeyTiles(problem, work.sequences, tile_rows);
+  const int64_t tile_rows = kernels.tile_rows(problem);
+  const std::vector<Tile> q_tiles = QueryTiles(problem, sequences, tile_rows);
+  const std::vector<Tile> kv_tiles = KeyTiles(problem, sequences, tile_rows);
   const int64_t num_q_tiles = static_cast<int64_t>(q_tiles.size());
   const int64_t num_tiles = num_q_tiles + static_cast<int64_t>(kv_tiles.size());
   parallel_for(num_tiles, [&](int64_t i) {

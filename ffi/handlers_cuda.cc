@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "checks.h"
 #include "driver.h"
 #include "kernel_table.h"
 #include "xla/ffi/api/ffi.h"
@@ -41,35 +42,6 @@ ffi::Error Internal(const Failure& failure) {
   return ffi::Error(ffi::ErrorCode::kInternal, "jax_fa: " + *failure);
 }
 
-// Kernels count in 32 bits and take kUnbounded for more than any length. TMA descriptors describe
-// no empty arrays: a kernel that prefetches one with an extent of 0 dies of an illegal instruction.
-ffi::Error CheckProblem(const Problem& p) {
-  // The row maximum is taken of unscaled scores.
-  if (!(p.scale > 0)) {
-    return Unimplemented("scale is " + std::to_string(p.scale) +
-                         "; GPU kernels take a positive one");
-  }
-  const struct {
-    const char* name;
-    int64_t value;
-  } extents[] = {
-      {"batch", p.batch},
-      {"number of sequences", p.num_sequences},
-      {"query length", p.q_len},
-      {"key length", p.kv_len},
-      {"query heads", p.num_q_heads},
-      {"key/value heads", p.num_kv_heads},
-      {"batch times query heads", p.batch * p.num_q_heads},
-  };
-  for (const auto& extent : extents) {
-    if (extent.value < 1 || extent.value >= kUnbounded) {
-      return Unimplemented(std::string(extent.name) + " is " + std::to_string(extent.value) +
-                           "; GPU kernels take 1 to " + std::to_string(kUnbounded - 1));
-    }
-  }
-  return ffi::Error::Success();
-}
-
 // The arrays that TMA descriptors point at, or that are accessed 16 bytes at a time.
 std::vector<const void*> AlignedArrays(const FwdParams& p) {
   return {p.q, p.k, p.v, p.out, p.scratch.out_parts};
@@ -90,21 +62,10 @@ ffi::Error CheckAlignment(const Params& params) {
   return ffi::Error::Success();
 }
 
-ffi::Error CheckScratch(const FwdParams&) { return ffi::Error::Success(); }
-
-ffi::Error CheckScratch(const BwdParams& params) {
-  if (params.scratch.dq_sum != nullptr && params.scratch.row_stats != nullptr) {
-    return ffi::Error::Success();
-  }
-  return ffi::Error::InvalidArgument(
-      "jax_fa: backward on CUDA takes its scratch as results after dsinks "
-      "(scratch_shapes in jax_fa/kernels/abi.py)");
-}
-
 template <typename Params>
 ffi::ErrorOr<Selection> Select(const Params& params, const Place& place) {
-  if (ffi::Error error = CheckProblem(params.problem); error.failure()) {
-    return ffi::Unexpected(error);
+  if (const Complaint complaint = CheckGpuProblem(params.problem)) {
+    return ffi::Unexpected(Unimplemented(*complaint));
   }
   if (KernelTable().num_variants == 0) {
     return ffi::Unexpected(Unimplemented(
@@ -143,7 +104,6 @@ template <typename Params>
 ffi::Error Execute(const ffi::ErrorOr<Params>& params, const Place& place) {
   if (params.has_error()) return params.error();
   if (ffi::Error error = CheckAlignment(*params); error.failure()) return error;
-  if (ffi::Error error = CheckScratch(*params); error.failure()) return error;
   const ffi::ErrorOr<Selection> selection = Select(*params, place);
   if (selection.has_error()) return selection.error();
   Arguments arguments;
@@ -156,22 +116,22 @@ ffi::Error Execute(const ffi::ErrorOr<Params>& params, const Place& place) {
 
 ffi::Error InitializeForward(int32_t ordinal, void* stream, Attributes attributes,
                              ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Initialize(ForwardParams(args, rets, attributes), {ordinal, stream});
+  return Initialize(ForwardParams(args, rets, attributes, Platform::kCuda), {ordinal, stream});
 }
 
 ffi::Error ExecuteForward(int32_t ordinal, void* stream, Attributes attributes,
                           ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Execute(ForwardParams(args, rets, attributes), {ordinal, stream});
+  return Execute(ForwardParams(args, rets, attributes, Platform::kCuda), {ordinal, stream});
 }
 
 ffi::Error InitializeBackward(int32_t ordinal, void* stream, Attributes attributes,
                               ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Initialize(BackwardParams(args, rets, attributes), {ordinal, stream});
+  return Initialize(BackwardParams(args, rets, attributes, Platform::kCuda), {ordinal, stream});
 }
 
 ffi::Error ExecuteBackward(int32_t ordinal, void* stream, Attributes attributes,
                            ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Execute(BackwardParams(args, rets, attributes), {ordinal, stream});
+  return Execute(BackwardParams(args, rets, attributes, Platform::kCuda), {ordinal, stream});
 }
 
 template <ffi::ExecutionStage stage>

@@ -4,9 +4,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
 #include "arguments.h"
 #include "attention_cpu.h"
 #include "band.h"
+#include "checks.h"
 #include "emulator_bindings.h"
 #include "handlers_cpu.h"
 #include "handlers_cuda.h"
@@ -61,6 +67,29 @@ std::pair<int64_t, int64_t> RowsOf(const std::vector<int64_t>& window, int64_t k
   return {rows.lo, rows.hi};
 }
 
+// Scratch of a call as the compiled side expects it, for the test that compares it with abi.py.
+// extents: the fields of Problem from batch to value_dim. Of a forward if num_splits is not 0.
+nb::list ScratchShapes(const std::vector<int64_t>& extents, bool deterministic,
+                       int64_t num_splits) {
+  jax_fa::Problem problem{};
+  int64_t* const fields[] = {&problem.batch,    &problem.num_sequences, &problem.q_len,
+                             &problem.kv_len,   &problem.num_q_heads,   &problem.num_kv_heads,
+                             &problem.head_dim, &problem.value_dim};
+  for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = extents.at(i);
+  problem.scale = 1;
+  problem.deterministic = deterministic;
+  if (const jax_fa::Complaint complaint = jax_fa::CheckProblem(problem)) {
+    throw std::invalid_argument("scratch_shapes: " + *complaint);
+  }
+  nb::list arrays;
+  for (const jax_fa::ScratchArray& array : num_splits > 0
+                                               ? jax_fa::ForwardScratch(problem, num_splits)
+                                               : jax_fa::BackwardScratch(problem)) {
+    arrays.append(nb::make_tuple(array.name, array.shape, array.is_int32 ? "int32" : "float32"));
+  }
+  return arrays;
+}
+
 }  // namespace
 
 NB_MODULE(_jax_fa, m) {
@@ -71,6 +100,8 @@ NB_MODULE(_jax_fa, m) {
   m.def("variants", &jax_fa::VariantNames);
   m.def("record", &jax_fa::Record, nb::arg("operation"), nb::arg("capability"), nb::arg("call"),
         nb::arg("num_sms") = 132);  // an H100
+  m.def("scratch_shapes", &ScratchShapes, nb::arg("extents"), nb::arg("deterministic"),
+        nb::arg("num_splits"));
   m.def("cpu_isa", [] { return std::string(jax_fa::CpuIsa()); });
   m.def("keys_of", &KeysOf, nb::arg("window"), nb::arg("row"));
   m.def("rows_of", &RowsOf, nb::arg("window"), nb::arg("key"));

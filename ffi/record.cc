@@ -3,8 +3,10 @@
 #include <nanobind/stl/string.h>
 
 #include <stdexcept>
+#include <string>
 #include <vector>
 
+#include "checks.h"
 #include "driver.h"
 #include "kernel_table.h"
 #include "kernels.h"
@@ -13,6 +15,9 @@ namespace nb = nanobind;
 
 namespace jax_fa {
 namespace {
+
+// More than any GPU has; kernels multiply it by small numbers in 32 bits.
+constexpr int32_t kMaxSms = 1 << 16;
 
 // Reads fields by name and counts them, so that a misspelt one does not pass for an absent one.
 class Fields {
@@ -23,7 +28,13 @@ class Fields {
   T Number(const char* name) {
     if (!values_.contains(name)) return T{};
     ++num_read_;
-    return nb::cast<T>(values_[name]);
+    T value{};
+    const nb::object given = values_[name];
+    if (!nb::try_cast<T>(given, value)) {
+      throw std::invalid_argument(std::string("record: ") + name + " is " +
+                                  nb::repr(given).c_str() + ", which its C++ type does not hold");
+    }
+    return value;
   }
   template <typename T>
   void Address(const char* name, T** pointer) {
@@ -136,6 +147,10 @@ nb::dict ToPython(const Launch& launch) {
   return result;
 }
 
+void Raise(const Complaint& complaint) {
+  if (complaint) throw std::invalid_argument("record: " + *complaint);
+}
+
 template <typename Params>
 nb::dict RecordCall(const Params& params, const Device& device) {
   const int32_t arch = ArchOf(device.capability);
@@ -143,6 +158,10 @@ nb::dict RecordCall(const Params& params, const Device& device) {
     throw std::invalid_argument("record: no kernels are compiled for compute capability " +
                                 std::to_string(device.capability));
   }
+  Raise(CheckProblem(params.problem));
+  Raise(CheckGpuProblem(params.problem));
+  Raise(CheckArrays(params));
+  Raise(CheckScratch(params));
   const VariantKey key = KeyOf(params, arch);
   const Variant* variant = FindVariant(key);
   if (variant == nullptr) throw std::invalid_argument("record: " + Refusal(key));
@@ -165,6 +184,10 @@ nb::dict RecordCall(const Params& params, const Device& device) {
 
 nb::dict Record(const std::string& operation, int32_t capability, const nb::dict& call,
                 int32_t num_sms) {
+  if (num_sms < 1 || num_sms > kMaxSms) {
+    throw std::invalid_argument("record: num_sms is " + std::to_string(num_sms) +
+                                "; a GPU has 1 to " + std::to_string(kMaxSms));
+  }
   const Device device{capability, num_sms};
   Fields fields(call);
   if (operation == "fwd") {

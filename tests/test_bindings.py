@@ -1,6 +1,8 @@
 """Python and C++ agree on names, order and version; the compiled side checks what it is given."""
 
 import inspect
+import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,8 @@ import pytest
 
 import jax_fa
 from jax_fa import _jax_fa, bindings
-from jax_fa.problem import Gradients, Operands, Semantics
+from jax_fa.kernels import abi
+from jax_fa.problem import Gradients, Operands, Problem, Semantics
 
 
 def test_version_is_the_one_python_needs():
@@ -128,6 +131,33 @@ def test_compiled_side_refuses_attributes_that_it_cannot_honor(changed, words):
     given = {name: x for name, x in attributes.items() if x is not None}
     with pytest.raises(Exception, match=words):
         call_forward({}, attributes=given)
+
+
+def test_scratch_has_the_same_shapes_on_both_sides():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        kv_heads, group = (int(x) for x in rng.integers(1, 9, 2))
+        batch, sequences = (1, int(rng.integers(0, 9))) if rng.random() < 0.5 else [3, 3]
+        q_len, kv_len = (int(x) for x in rng.choice([0, 1, 63, 64, 128, 129, 5000], 2))
+        extents = (batch, sequences, q_len, kv_len, kv_heads * group, kv_heads, 64, 128)
+        deterministic = bool(rng.integers(2))
+        problem = Problem("float32", *extents, Semantics(1.0, deterministic=deterministic))
+        for num_splits, shapes in (
+            (0, abi.scratch_shapes(problem)),
+            (5, abi.forward_scratch_shapes(problem, 5)),
+        ):
+            wanted = [(name, [*shape], dtype) for name, (shape, dtype) in shapes.items()]
+            assert _jax_fa.scratch_shapes(extents, deterministic, num_splits) == wanted
+
+
+def test_no_symbol_is_bound_after_loading():
+    """-z now: the table of addresses is read-only from then on (-z relro)."""
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        pytest.skip("needs readelf")
+    command = [readelf, "--dynamic", "--program-headers", "--wide", _jax_fa.__file__]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "BIND_NOW" in text and "GNU_RELRO" in text
 
 
 def test_only_bindings_uses_the_ffi():

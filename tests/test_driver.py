@@ -29,6 +29,16 @@ ARRAYS = (
 ADDRESSES = {name: 0x7F00_0000_0000 + 0x100_0000 * i for i, name in enumerate(ARRAYS)}
 MAX_SHARED_BYTES = 227 * 1024
 
+# Operands that are given with an operand, itself first.
+TOGETHER: dict[str | None, tuple[str, ...]] = {
+    "q_lengths": ("q_lengths",),
+    "kv_lengths": ("kv_lengths",),
+    "cu_seqlens_q": ("cu_seqlens_q", "cu_seqlens_k"),
+    "q_segments": ("q_segments", "kv_segments"),
+    "q_offset": ("q_offset",),
+    "sinks": ("sinks",),
+}
+
 needs_kernels = pytest.mark.skipif(not COMPILED, reason="this build holds no GPU kernels")
 each_variant = pytest.mark.parametrize(
     "variant", [variants.BY_NAME[name] for name in COMPILED], ids=lambda variant: variant.name
@@ -167,7 +177,11 @@ def test_mask_class_in_cxx_agrees_with_python(left, right, extra):
     problem = problem_for(variant, semantics=Semantics(0.1, band))
     if extra is not None:
         problem = replace(problem, **{field[extra]: True})
-    call = call_for(problem, variant.operation) | ({extra: 0x1000} if extra else {})
+    if extra == "cu_seqlens_q":
+        problem = replace(problem, batch=1)
+    call = call_for(problem, variant.operation) | dict.fromkeys(TOGETHER.get(extra, ()), 0x1000)
+    if extra == "sinks" and variant.operation == "bwd":
+        call["dsinks"] = 0x2000
     arch = next(arch for arch in variants.ARCHS if arch.name == variant.arch)
     found = variants.find(problem, arch, variant.operation, COMPILED)
     if found is None:
@@ -201,3 +215,47 @@ def test_unknown_operations_and_dtypes_are_refused():
         _jax_fa.record("both", 90, {})
     with pytest.raises(ValueError, match="dtype is 'int8'"):
         _jax_fa.record("fwd", 90, {"dtype": "int8"})
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch": 0}, "number of sequences should be the batch|batch is 0; GPU kernels take 1 to"),
+        ({"num_kv_heads": 0}, "key/value heads should be at least 1, but is 0"),
+        ({"head_dim": 0}, "head size of q and k should be at least 1, but is 0"),
+        ({"q_len": 0}, "query length is 0; GPU kernels take 1 to"),
+        ({"kv_len": 2**31}, "key length is 2147483648; GPU kernels take 1 to"),
+        ({"batch": 2**62}, r"extents of each array should multiply to 2\^50 at most"),
+        ({"num_q_heads": 7}, r"query heads \(7\) should be a multiple of key/value heads \(2\)"),
+        ({"num_sequences": 5}, "number of sequences should be the batch, 2, but is 5"),
+        ({"scale": float("nan")}, "scale should be finite, but is nan"),
+        ({"scale": 0.0}, "scale is 0; GPU kernels take a positive one"),
+        ({"soft_cap": float("inf")}, "soft_cap should be positive and finite"),
+        ({"window_left": 2**31 - 1}, "window_left should be between"),
+        ({"window_left": 2**40}, "window_left is 1099511627776, which its C.. type does not hold"),
+        ({"q_len": "many"}, "q_len is 'many', which its C.. type does not hold"),
+        ({"k": 0}, "k should have an address, but has none"),
+        ({"cu_seqlens_k": 0x1000}, "cu_seqlens_q and cu_seqlens_k should be given together"),
+    ],
+)
+def test_what_would_divide_by_zero_or_overflow_is_refused(changes, words):
+    with pytest.raises(ValueError, match=f"record: .*({words})"):
+        record(variants.BY_NAME[COMPILED[0]], **changes)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_sms", [0, -1, -(2**31), 2**31 - 1])
+def test_a_gpu_has_multiprocessors(num_sms):
+    variant = variants.BY_NAME[COMPILED[0]]
+    call = call_for(problem_for(variant), variant.operation)
+    with pytest.raises(ValueError, match=f"num_sms is {num_sms}; a GPU has 1 to"):
+        _jax_fa.record(variant.operation, capability(variant), call, num_sms)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", [param.name for param in abi.SCRATCH[:2]])
+def test_a_backward_has_its_scratch(name):
+    backward = next(v for v in map(variants.BY_NAME.get, COMPILED) if v.operation == "bwd")
+    with pytest.raises(ValueError, match=f"record: {name} should have an address"):
+        record(backward, **{name: 0})

@@ -1,0 +1,285 @@
+// Calls the FFI handlers as XLA does, and checks what they refuse, what they say, and that memory
+// that runs out ends a call and not the process.
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "ffi_call.h"
+#include "handlers_cpu.h"
+#include "handlers_cuda.h"
+
+namespace {
+
+// Aligned allocations, which only scratch of the CPU kernels is, until one fails; negative: never.
+std::atomic<int> allocations_left{-1};
+
+}  // namespace
+
+void* operator new(size_t size, std::align_val_t alignment) {
+  if (allocations_left >= 0 && allocations_left-- == 0) throw std::bad_alloc();
+  const size_t unit = static_cast<size_t>(alignment);
+  void* memory = std::aligned_alloc(unit, (size + unit - 1) / unit * unit + unit);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+
+namespace jax_fa {
+namespace {
+
+constexpr auto kF32 = XLA_FFI_DataType_F32;
+constexpr auto kS32 = XLA_FFI_DataType_S32;
+
+int failed = 0;
+
+void Check(bool ok, const std::string& what) {
+  failed += !ok;
+  if (!ok) std::printf("FAILED %s\n", what.c_str());
+}
+
+struct Extents {
+  int64_t batch = 1, q_len = 4, kv_len = 4, heads = 2, kv_heads = 2, dim = 8, value_dim = 8;
+};
+
+// A call with arrays of its own, all zero.
+struct Call {
+  FfiCall ffi;
+  std::vector<std::vector<float>> memory;
+
+  FfiArray Array(XLA_FFI_DataType dtype, std::vector<int64_t> shape) {
+    int64_t count = 1;
+    for (int64_t extent : shape) count *= extent;
+    memory.emplace_back(count);
+    return {dtype, std::move(shape), memory.back().data()};
+  }
+  void Attributes() {
+    ffi.attributes = {{"scale", 1.0f},
+                      {"soft_cap", 0.0f},
+                      {"window_left", 1 << 30},
+                      {"window_right", 1 << 30},
+                      {"bottom_right", false},
+                      {"deterministic", false},
+                      {"mask_mod", std::string()}};
+  }
+  Call(bool backward, const Extents& e, XLA_FFI_DataType dtype = kF32) {
+    const std::vector<int64_t> q = {e.batch, e.q_len, e.heads, e.dim};
+    const std::vector<int64_t> k = {e.batch, e.kv_len, e.kv_heads, e.dim};
+    const std::vector<int64_t> v = {e.batch, e.kv_len, e.kv_heads, e.value_dim};
+    const std::vector<int64_t> out = {e.batch, e.q_len, e.heads, e.value_dim};
+    const std::vector<int64_t> lse = {e.batch, e.q_len, e.heads};
+    ffi.operands = {Array(dtype, q), Array(dtype, k), Array(dtype, v)};
+    for (int i = 0; i < 7; ++i) ffi.operands.push_back(Array(kS32, {0}));
+    ffi.operands.push_back(Array(kF32, {0}));
+    if (backward) {
+      ffi.operands.push_back(Array(dtype, out));
+      ffi.operands.push_back(Array(kF32, lse));
+      ffi.operands.push_back(Array(dtype, out));
+      ffi.operands.push_back(Array(kF32, lse));
+      ffi.results = {Array(dtype, q), Array(dtype, k), Array(dtype, v), Array(kF32, {0})};
+    } else {
+      ffi.results = {Array(dtype, out), Array(kF32, lse)};
+    }
+    Attributes();
+  }
+  void Packed(int64_t sequences) {
+    ffi.operands[5] = Array(kS32, {sequences + 1});
+    ffi.operands[6] = Array(kS32, {sequences + 1});
+  }
+};
+
+void Refuses(XLA_FFI_Handler* handler, const Call& call, const std::string& words) {
+  const FfiOutcome outcome = Invoke(handler, call.ffi);
+  Check(outcome.message.find(words) != std::string::npos,
+        "'" + words + "' should be in '" + outcome.message + "'");
+}
+
+void NumbersOfArraysAreCounted() {
+  Call missing(false, {});
+  missing.ffi.operands.resize(9);
+  Refuses(kForwardCpu, missing,
+          "jax_fa forward: takes 11 operands (q, k, v, q_lengths, kv_lengths, cu_seqlens_q, "
+          "cu_seqlens_k, q_segments, kv_segments, q_offset, sinks), but got 9");
+  Call extra(true, {});
+  extra.ffi.operands.push_back(extra.Array(kF32, {3}));
+  Refuses(kBackwardCpu, extra, "jax_fa backward: takes 15 operands");
+  for (int num_results : {0, 1, 3, 5}) {
+    Call call(false, {});
+    call.ffi.results.resize(num_results, call.Array(kF32, {2}));
+    Refuses(kForwardCpu, call,
+            "jax_fa forward: gives 2 results (out, lse), but " + std::to_string(num_results) +
+                " are asked for");
+    Refuses(kForwardCuda, call,
+            "gives 2 results (out, lse), or these and as scratch 2 more (out_parts, lse_parts)");
+  }
+  Call backward(true, {});
+  Refuses(kBackwardCuda, backward,
+          "gives 4 results (dq, dk, dv, dsinks) and as scratch 4 more (dq_sum, row_stats, "
+          "dkv_sums, turns), but 4 are asked for");
+  backward.ffi.results.resize(8, backward.Array(kF32, {1}));
+  Refuses(kBackwardCpu, backward, "gives 4 results (dq, dk, dv, dsinks), but 8 are asked for");
+}
+
+void ScratchIsThatOfTheKernels() {
+  Call split(false, {});
+  split.ffi.results.push_back(split.Array(kF32, {3, 1, 4, 2, 8}));
+  split.ffi.results.push_back(split.Array(kF32, {3, 1, 4, 2}));
+  Refuses(kForwardCuda, split, "this build holds no GPU kernels");
+  Call one = split;
+  one.ffi.results[2].shape = {1, 1, 4, 2, 8};
+  Refuses(kForwardCuda, one, "out_parts should have 2 to 132 parts, but has 1");
+  Call different = split;
+  different.ffi.results[3].shape = {2, 1, 4, 2};
+  Refuses(kForwardCuda, different, "lse_parts should be F32[3, 1, 4, 2], but is F32[2, 1, 4, 2]");
+
+  Call backward(true, {});
+  backward.ffi.results.push_back(backward.Array(kF32, {2, 256, 8}));
+  backward.ffi.results.push_back(backward.Array(kF32, {2, 2, 256}));
+  backward.ffi.results.push_back(backward.Array(kF32, {0, 128}));
+  backward.ffi.results.push_back(backward.Array(kS32, {2, 0}));
+  Refuses(kBackwardCuda, backward, "this build holds no GPU kernels");
+  Call small = backward;
+  small.ffi.results[4].shape = {2, 128, 8};
+  Refuses(kBackwardCuda, small, "dq_sum should be F32[2, 256, 8], but is F32[2, 128, 8]");
+  Call other = backward;
+  other.ffi.results[7].dtype = kF32;
+  Refuses(kBackwardCuda, other, "turns should be S32[2, 0], but is F32[2, 0]");
+  Call ordered = backward;
+  ordered.ffi.attributes["deterministic"] = true;
+  Refuses(kBackwardCuda, ordered, "turns should be S32[2, 4], but is S32[2, 0]");
+}
+
+void ExtentsAreThoseThatKernelsDivideBy() {
+  const struct {
+    Extents extents;
+    const char* words;
+  } cases[] = {
+      {{1, 4, 4, 2, 2, 0, 0}, "head size of q and k should be at least 1, but is 0"},
+      {{1, 4, 4, 2, 2, 8, 0}, "head size of v should be at least 1, but is 0"},
+      {{1, 4, 4, 0, 0, 8, 8}, "number of key/value heads should be at least 1, but is 0"},
+      {{1, 4, 4, 3, 2, 8, 8}, "query heads (3) should be a multiple of key/value heads (2)"},
+      {{int64_t{1} << 40, 0, 0, 1 << 20, 1, 8, 8},
+       "the extents of each array should multiply to 2^50"},
+  };
+  for (const auto& [extents, words] : cases) {
+    for (XLA_FFI_Handler* handler : {kForwardCpu, kForwardCuda}) {
+      Refuses(handler, Call(false, extents), std::string("jax_fa forward: ") + words);
+    }
+  }
+  for (int64_t batch : {0, 2, 3}) {
+    for (bool backward : {false, true}) {
+      Extents extents;
+      extents.batch = batch;
+      Call call(backward, extents);
+      call.Packed(5);
+      Refuses(backward ? kBackwardCpu : kForwardCpu, call,
+              "should have a batch of 1, but it is " + std::to_string(batch));
+    }
+  }
+}
+
+void AbsentOperandsHaveTheirTypeAndShape() {
+  Call call(false, {});
+  call.ffi.operands[3] = call.Array(kF32, {0});
+  Refuses(kForwardCpu, call,
+          "q_lengths should be S32[1], but is F32[0] (where there is none, S32[0])");
+  call.ffi.operands[3] = call.Array(kS32, {0, 7});
+  Refuses(kForwardCpu, call, "q_lengths should be S32[1], but is S32[0, 7]");
+}
+
+void AttributesAreNumbers() {
+  const float nan = std::nanf(""), infinity = std::numeric_limits<float>::infinity();
+  const struct {
+    const char* name;
+    FfiAttribute value;
+    const char* words;
+  } cases[] = {
+      {"scale", nan, "scale should be finite, but is"},
+      {"scale", -infinity, "scale should be finite, but is -inf"},
+      {"soft_cap", infinity, "soft_cap should be positive and finite, or 0 for none, but is inf"},
+      {"soft_cap", -1.0f, "soft_cap should be positive and finite, or 0 for none, but is -1"},
+      {"window_left", std::numeric_limits<int32_t>::max(), "window_left should be between"},
+      {"window_right", std::numeric_limits<int32_t>::min(), "window_right should be between"},
+      {"scale", int32_t{1}, "jax_fa: attribute scale: Wrong scalar data type"},
+      {"scale", double{1}, "jax_fa: attribute scale: Wrong scalar data type"},
+      {"bottom_right", std::string("no"), "jax_fa: attribute bottom_right: "},
+      {"dropout", 0.5f, "made by a newer release, whose attributes are"},
+  };
+  for (const auto& [name, value, words] : cases) {
+    Call call(false, {});
+    call.ffi.attributes[name] = value;
+    Refuses(kForwardCpu, call, words);
+  }
+}
+
+void MemoryThatRunsOutIsAnError() {
+  for (bool backward : {false, true}) {
+    // With 4 threads some allocations are those of helpers, with 1 all are the caller's.
+    for (int num_threads : {1, 4}) {
+      for (int allocation = 0; allocation < 12; ++allocation) {
+        Extents extents;
+        extents.batch = 8;
+        Call call(backward, extents);
+        call.ffi.num_threads = num_threads;
+        allocations_left = allocation;
+        const FfiOutcome outcome = Invoke(backward ? kBackwardCpu : kForwardCpu, call.ffi);
+        const bool ran_out = allocations_left < 0;
+        allocations_left = -1;
+        Check(ran_out == (outcome.code == XLA_FFI_Error_Code_RESOURCE_EXHAUSTED),
+              "out of memory: '" + outcome.message + "'");
+        Check(Invoke(backward ? kBackwardCpu : kForwardCpu, call.ffi).ok(), "and then again");
+      }
+    }
+  }
+}
+
+// Sequences without rows cost neither memory nor time, whatever their number.
+void EmptyProblemsReturnAtOnce() {
+  const auto start = std::chrono::steady_clock::now();
+  for (int64_t kv_len : {0, 1}) {
+    Extents extents;
+    extents.batch = int64_t{1} << (kv_len == 0 ? 27 : 10);
+    extents.q_len = 0;
+    extents.kv_len = kv_len;
+    for (bool backward : {false, true}) {
+      Call call(backward, extents);
+      for (std::vector<float>& array : call.memory) array.assign(array.size(), 7.0f);
+      allocations_left = 1;  // delta, of no rows
+      Check(Invoke(backward ? kBackwardCpu : kForwardCpu, call.ffi).ok(), "an empty problem");
+      Check(allocations_left >= 0, "without scratch");
+      allocations_left = -1;
+      if (!backward) continue;
+      bool zero = true;
+      for (int result : {1, 2}) {
+        const auto* gradient = static_cast<const float*>(call.ffi.results[result].data);
+        for (int64_t i = 0; i < extents.batch * kv_len * 16; ++i) zero &= gradient[i] == 0;
+      }
+      Check(zero, "gradients without query rows are 0");
+    }
+  }
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  Check(seconds.count() < 5, "empty problems take " + std::to_string(seconds.count()) + " s");
+}
+
+}  // namespace
+}  // namespace jax_fa
+
+int main() {
+  jax_fa::NumbersOfArraysAreCounted();
+  jax_fa::ScratchIsThatOfTheKernels();
+  jax_fa::ExtentsAreThoseThatKernelsDivideBy();
+  jax_fa::AbsentOperandsHaveTheirTypeAndShape();
+  jax_fa::AttributesAreNumbers();
+  jax_fa::MemoryThatRunsOutIsAnError();
+  jax_fa::EmptyProblemsReturnAtOnce();
+  std::printf("handlers_test: %d failed\n", jax_fa::failed);
+  return jax_fa::failed != 0;
+}
