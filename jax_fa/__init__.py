@@ -16,7 +16,9 @@ from jax_fa.bindings import export_disabled_checks as export_disabled_checks
 from jax_fa.bindings import register as _register
 from jax_fa.emulated import emulation as emulation
 from jax_fa.operations import FallbackWarning as FallbackWarning
+from jax_fa.partitioning import register as _register_partitioner
 
 __version__ = "0.1.0"
 
 _register()
+_register_partitioner()

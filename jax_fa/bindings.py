@@ -26,6 +26,9 @@ from jax_fa.variants import ARCHS, Operation
 
 FORWARD_TARGET = "jax_fa_fwd_v1"
 BACKWARD_TARGET = "jax_fa_bwd_v1"
+PARTITIONED_TARGET = "jax_fa_partitioned_v1"
+"""A call that XLA splits over devices (``partitioning``); it never runs itself."""
+
 EXTENSION_VERSION = 1
 
 _OPTIONAL_DTYPES = {"sinks": np.float32}
@@ -70,7 +73,7 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     """
     return [
         jax.export.DisabledSafetyCheck.custom_call(name)
-        for name in (FORWARD_TARGET, BACKWARD_TARGET)
+        for name in (FORWARD_TARGET, BACKWARD_TARGET, PARTITIONED_TARGET)
     ]
 
 

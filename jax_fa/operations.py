@@ -16,16 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 
 from jax_fa import bindings, emulated, reference, sharding
 from jax_fa.choice import Emulation, Forced, choose
+from jax_fa.partitioning import Call
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
 from jax_fa.sequences import in_one_row, with_slot_in_front
-from jax_fa.sharding import Names
-
-_FORWARD_RESULTS = ("out", "lse")
-_BACKWARD_EXTRAS = ("out", "lse", "dout", "dlse")
 
 
 class FallbackWarning(UserWarning):
@@ -108,13 +105,13 @@ def _varying_axes(array: Array) -> frozenset[Any]:
 # ------------------------------------------------------------------------------- shapes and types
 
 
-def _forward_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
+def _forward_abstract(*arrays: Any, names: tuple[str, ...], **params: Any) -> list[Any]:
     operands, _rest = _split(names, arrays)
     query = operands.q
     batch, q_len, heads, _ = query.shape
     lse_dtype = jnp.promote_types(np.float32, query.dtype)
     shapes = {"out": (batch, q_len, heads, operands.v.shape[3]), "lse": (batch, q_len, heads)}
-    operation = Names(names, _FORWARD_RESULTS)
+    operation = Call("fwd", "", names, params["semantics"]).names
     return [
         query.update(
             shape=shape,
@@ -126,10 +123,6 @@ def _forward_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[An
         )
         for name, shape in shapes.items()
     ]
-
-
-def _backward_results(operands: Operands) -> tuple[str, ...]:
-    return ("dq", "dk", "dv") if operands.sinks is None else ("dq", "dk", "dv", "dsinks")
 
 
 def _backward_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
@@ -171,12 +164,7 @@ def _forward_on(
         operands = with_slot_in_front(operands)
     if isinstance(forced, Emulation):
         return emulated.forward(forced, operands, semantics)
-    present = operands.present
-
-    def one_shard(*shard: Array) -> tuple[Array, ...]:
-        return bindings.forward(platform, _split(present, shard)[0], semantics)
-
-    return sharding.partitioned(Names(present, _FORWARD_RESULTS), one_shard)(*_flat(operands))
+    return Call("fwd", platform, operands.present, semantics).bind(*_flat(operands))
 
 
 def _backward_on(
@@ -195,20 +183,13 @@ def _backward_on(
     has_slot_in_front = choice.implementation != "cpu" and operands.is_packed
     if has_slot_in_front:
         operands = with_slot_in_front(operands)
-    present = operands.present
-
-    def one_shard(*shard: Array) -> tuple[Array, ...]:
-        shard_operands, rest = _split(present, shard)
-        saved = bindings.Saved(*rest)
-        return tuple(_flat(bindings.backward(platform, shard_operands, semantics, saved)))
-
     grads: Sequence[Array]
     if isinstance(forced, Emulation):
         saved = bindings.Saved(out, lse, dout, dlse)
         grads = _flat(emulated.backward(forced, operands, semantics, saved))
     else:
-        operation = Names((*present, *_BACKWARD_EXTRAS), _backward_results(operands))
-        grads = sharding.partitioned(operation, one_shard)(*_flat(operands), out, lse, dout, dlse)
+        call = Call("bwd", platform, operands.present, semantics)
+        grads = call.bind(*_flat(operands), out, lse, dout, dlse)
     if has_slot_in_front and operands.sinks is not None:
         return *grads[:3], grads[3][1:]
     return grads
@@ -296,16 +277,14 @@ def _make_primitive(name: str, abstract: Any, on_platform: Any) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
-    primitive.def_impl(partial(jax.jit, static_argnames=_STATIC)(primitive.bind))
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
     ad.primitive_jvps[primitive] = no_further_derivative
     batching.primitive_batchers[primitive] = partial(_batch, primitive.bind)
     for platform in (None, "cpu", "cuda"):
         rule = mlir.lower_fun(partial(on_platform, platform or "other"), multiple_results=True)
         mlir.register_lowering(primitive, rule, platform=platform)
-    sharding.require_devices(primitive)
     return primitive
 
 
-_STATIC = ("names", "semantics", "implementation")
 forward_p = _make_primitive("jax_fa_forward", _forward_abstract, _forward_on)
 backward_p = _make_primitive("jax_fa_backward", _backward_abstract, _backward_on)

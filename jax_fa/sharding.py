@@ -1,25 +1,18 @@
 """How attention splits over devices: batch and heads shard freely, lengths and head sizes do not.
 
 The rule is stated once, as the dimension names of every array (``_DIMENSIONS``); the Shardy rule
-for propagation under ``jit``, the per-device computation and the result types of explicit
-sharding all derive from it.
+for propagation under ``jit``, the parts that devices compute (``partitioning``) and the result
+types of explicit sharding all derive from it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jax._src import dispatch  # hazard stated at require_devices
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 # b: sequences or rows of the batch. k, g: key/value heads and query heads per key/value head, so
 # that "k g" is the query heads. One letter per other extent. "m" replaces "b" where packed
@@ -45,7 +38,9 @@ _DIMENSIONS = {
     "dv": "b s k e",
     "dsinks": "b kg",
 }
-_PER_KV_HEAD = ("dk", "dv")
+PER_KV_HEAD = ("dk", "dv")
+"""Results that devices which share a key/value head sum."""
+
 _PER_SEQUENCE = ("q_lengths", "kv_lengths", "q_offset", "sinks", "dsinks")
 
 
@@ -67,120 +62,84 @@ class Names(NamedTuple):
             return ["m" if dim == "b" else dim for dim in dims]
         return dims
 
+    def extents(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """Extent of every dimension name, given the shapes of the operands."""
+        return {
+            dim: extent
+            for name, shape in zip(self.operands, shapes, strict=True)
+            for dim, extent in zip(self.dimensions(name), shape, strict=True)
+        }
 
-def require_devices(primitive: Primitive) -> None:
-    """Declares that lowering ``primitive`` needs the devices, as custom_partitioning does.
 
-    HAZARD: JAX looks for custom_partitioning in the traced program to decide this, and a primitive
-    that expands to it at lowering hides it. Without the declaration lowering over several devices
-    fails. There is no public name for the set (jax 0.10 to 0.12).
+class Rule(NamedTuple):
+    """Which dimensions of a call shard alike: Shardy's rule, in numbers.
+
+    A dimension is the product of its factors, major to minor; dimensions shard together where they
+    share a factor.
     """
-    dispatch.prim_requires_devices_during_lowering.add(primitive)  # pyright: ignore
+
+    sizes: tuple[int, ...]
+    operands: list[list[tuple[int, ...]]]
+    results: list[list[tuple[int, ...]]]
 
 
-def _axes_of(query: Any, mesh: Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Mesh axes that split the batch and the heads of a query; none if it is split otherwise."""
-    shard = query.sharding.shard_shape(query.shape)
-    parts = [whole // part if part else 1 for whole, part in zip(query.shape, shard, strict=True)]
-    names = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    axes = [a for n in range(len(names) + 1) for a in itertools.permutations(names, n)]
-    fitting = [[a for a in axes if _size(mesh, a) == part] for part in parts]
-    for spec in itertools.product(*fitting):
-        used = list(itertools.chain(*spec))
-        if len(used) > len(set(used)):
-            continue
-        if NamedSharding(mesh, PartitionSpec(*spec)).is_equivalent_to(query.sharding, 4):
-            return spec[0], spec[2]
-    return (), ()
+def rule(names: Names, extents: Mapping[str, int]) -> Rule:
+    """The rule of one call, given the extent of every dimension name (``Names.extents``)."""
+    group = extents["kg"] // extents["k"]
+    # Shardy wants a factor of size 1 left out of a compound dimension.
+    heads = "k" if group == 1 else "g" if extents["k"] == 1 else "kg"
+    factors = {name: size for name, size in extents.items() if name != "kg"}
+    if group > 1:
+        factors["g"] = group
+    order = {name: index for index, name in enumerate(factors)}
+
+    def mapping(name: str) -> list[tuple[int, ...]]:
+        dims = [heads if dim == "kg" else dim for dim in names.dimensions(name)]
+        return [tuple(order[factor] for factor in dim) for dim in dims]
+
+    return Rule(
+        tuple(factors.values()),
+        [mapping(name) for name in names.operands],
+        [mapping(name) for name in names.results],
+    )
 
 
-def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[name] for name in axes)
-
-
-def _regroup(mesh: Mesh, query: Any, num_kv_heads: int, is_packed: bool) -> Mesh:
-    """The devices of ``mesh`` as (batch, kv_heads, groups, copies): the only axes the rule needs.
+def parts_of(
+    names: Names, extents: Mapping[str, int], tiles: np.ndarray, *, may_share: bool
+) -> np.ndarray:
+    """Which part each device computes: devices as [batch, kv_heads, groups, copies].
 
     Query heads may be split further than key/value heads: then several devices share one
-    key/value head and split its group.
-    """
-    batch, heads = _axes_of(query, mesh)
-    if is_packed or query.shape[0] % _size(mesh, batch):
-        batch = ()
-    kv_parts = math.gcd(num_kv_heads, _size(mesh, heads))
-    group_parts = _size(mesh, heads) // kv_parts
-    if (query.shape[2] // num_kv_heads) % group_parts:
-        heads, kv_parts, group_parts = (), 1, 1
-    order = [*batch, *heads, *(n for n in mesh.axis_names if n not in (*batch, *heads))]
-    devices = np.transpose(mesh.devices, [mesh.axis_names.index(name) for name in order])
-    shape = (_size(mesh, batch), kv_parts, group_parts, -1)
-    return Mesh(devices.reshape(shape), ("batch", "kv_heads", "groups", "copies"))
-
-
-_PLACEMENT = {"b": "batch", "k": "kv_heads", "kg": ("kv_heads", "groups")}
-
-
-def partitioned(
-    names: Names, call: Callable[..., tuple[Array, ...]]
-) -> Callable[..., tuple[Array, ...]]:
-    """``call`` over the arrays of ``names``, split over devices by the rule of this module.
+    key/value head, split its group and sum their gradients of that head. A split that the extents
+    do not allow is left out.
 
     Args:
-        names: operands and results of ``call``.
-        call: computes one shard; takes and returns flat arrays.
+        names: arrays of the call.
+        extents: by dimension name.
+        tiles: devices by the part of the query they hold, [B, T, N, D] and copies.
+        may_share: whether devices may share a key/value head.
     """
-
-    def partition(
-        mesh: Mesh, arg_shapes: Sequence[Any], result_shape: Any
-    ) -> tuple[Mesh, Callable[..., Any], Any, Any]:
-        del result_shape
-        regrouped = _regroup(mesh, arg_shapes[0], arg_shapes[1].shape[2], names.is_packed)
-
-        def shardings(group: tuple[str, ...]) -> tuple[NamedSharding, ...]:
-            specs = [map(_PLACEMENT.get, names.dimensions(name)) for name in group]
-            return tuple(NamedSharding(regrouped, PartitionSpec(*spec)) for spec in specs)
-
-        def one_shard(*arrays: Array) -> tuple[Array, ...]:
-            results = call(*arrays)
-            if regrouped.shape["groups"] == 1:
-                return results
-            return tuple(
-                _summed_over_groups(x) if name in _PER_KV_HEAD else x
-                for name, x in zip(names.results, results, strict=True)
-            )
-
-        return regrouped, one_shard, shardings(names.results), shardings(names.operands)
-
-    def rule(mesh: Mesh, operand_types: Sequence[Any], result_types: Sequence[Any]) -> Any:
-        del mesh, result_types
-        num_q_heads = operand_types[0].shape[2]
-        num_kv_heads = operand_types[1].shape[2]
-        return _shardy_rule(names, num_kv_heads, num_q_heads // num_kv_heads)
-
-    split = custom_partitioning(call)
-    # Shardings stay undecoded: a key/value head shared by several devices has no PartitionSpec.
-    split.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
-    return split
+    tiles = np.moveaxis(tiles, 2, 1)  # [B, N, ...]
+    batch, heads = tiles.shape[:2]
+    if names.is_packed or extents["b"] % batch:
+        tiles, batch = np.moveaxis(tiles, 0, -1), 1
+    kv_heads = math.gcd(extents["k"], heads)
+    groups = heads // kv_heads
+    if not may_share or extents["kg"] // extents["k"] % groups:
+        groups = 1
+    return tiles.reshape(batch, kv_heads, groups, -1)
 
 
-def _summed_over_groups(gradient: Array) -> Array:
-    """The gradient of a key/value head that several devices share."""
-    return jax.lax.psum(gradient.astype(jnp.float32), "groups").astype(gradient.dtype)
+_PART_AXES = {"b": (0,), "k": (1,), "kg": (1, 2)}
 
 
-def _shardy_rule(names: Names, num_kv_heads: int, group: int) -> Any:
-    """Einsum-like rule; Shardy wants a factor of size 1 left out of a compound dimension."""
-    heads, sizes = "(k g)", {"g": group}
-    if group == 1:
-        heads, sizes = "k", {}
-    elif num_kv_heads == 1:
-        heads, sizes = "g", {}
-
-    def dims(name: str) -> str:
-        return " ".join(heads if dim == "kg" else dim for dim in names.dimensions(name))
-
-    text = ", ".join(map(dims, names.operands)) + " -> " + ", ".join(map(dims, names.results))
-    return text, sizes
+def tiles_of(names: Names, name: str, parts: np.ndarray) -> np.ndarray:
+    """Devices by the part of one array they hold: a dimension per dimension, and copies last."""
+    axes = [_PART_AXES.get(dim, ()) for dim in names.dimensions(name)]
+    split = [axis for dim in axes for axis in dim]
+    copies = [axis for axis in range(parts.ndim) if axis not in split]
+    shape = [math.prod(parts.shape[axis] for axis in dim) for dim in axes]
+    return parts.transpose(*split, *copies).reshape(*shape, -1)
 
 
 def result_spec(names: Names, name: str, query_spec: PartitionSpec) -> PartitionSpec:

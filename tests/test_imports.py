@@ -76,6 +76,7 @@ TOWERS = {
         Layer("bindings", "jax numpy"),
         Layer("emulated", "jax numpy"),
         Layer("sharding", "jax numpy"),
+        Layer("partitioning", "jax jaxlib numpy"),
         Layer("operations", "jax numpy"),
         Layer("vjp", "jax"),
         Layer("checks", "jax numpy"),

@@ -1,15 +1,21 @@
 """Eight virtual devices: the single-device result and gradient, and no gather of q, k or v."""
 
+import pickle
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import in_new_process
+from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fa
+from jax_fa.band import Band
+from jax_fa.partitioning import Call
+from jax_fa.problem import Semantics
 
 rng = np.random.default_rng(0)
 
@@ -202,6 +208,28 @@ def test_shard_map(extras, check_vma):
     assert_same(compiled(place(inputs, mesh)), jax.jit(step)(inputs))
 
 
+@pytest.mark.parametrize(("manual", "key_heads"), [("data", 8), ("data", 2), ("model", 8)])
+def test_shard_map_over_one_axis_leaves_the_other_to_jit(manual, key_heads):
+    inputs = arrays(key_heads, ("key_value_seq_lengths",))
+    mesh = mesh_of((2, 4), AxisType.Auto)
+    spec = {**SPEC, "key": P("data"), "value": P("data")} if key_heads == 2 else SPEC
+
+    def left_out(x):
+        return P(*(axis if axis == manual else None for axis in x))
+
+    mapped = jax.shard_map(
+        attend,
+        mesh=mesh,
+        axis_names={manual},
+        in_specs=({name: left_out(SPEC[name]) for name in inputs},),
+        out_specs=(left_out(SPEC["query"]), left_out(P("data", None, "model"))),
+    )
+    compiled = jax.jit(partial(step, attend=mapped)).lower(place(inputs, mesh, spec)).compile()
+    assert_same(compiled(place(inputs, mesh, spec)), jax.jit(step)(inputs))
+    if key_heads == 8:
+        assert "all-gather" not in hlo(compiled)
+
+
 def test_shard_map_with_gradient_inside():
     inputs = arrays(4, ("sinks",))
     mesh = mesh_of((8, 1), AxisType.Auto)
@@ -244,3 +272,132 @@ def test_packed_sequences_split_by_heads():
     compiled = jax.jit(step).lower(*placed).compile()
     assert "all-gather" not in hlo(compiled)
     assert_same(compiled(*placed), jax.jit(step)(q, k, v))
+
+
+# Programs that plain jit shards hold nothing of the process that wrote them.
+
+SHARED_HEADS = {**SPEC, "key": P("data"), "value": P("data")}
+"""Two key/value heads on four devices: devices share a head and sum its gradient."""
+
+
+def sharded_step():
+    """The gradient step, its operands as shapes on a mesh, and as arrays there."""
+
+    def step(q, k, v):
+        def value(q, k, v):
+            return jnp.sum(jnp.sin(jax_fa.attention(q, k, v, is_causal=True)))
+
+        return jax.value_and_grad(value, (0, 1, 2))(q, k, v)
+
+    inputs = place(arrays(2, ()), mesh_of((2, 4), AxisType.Auto), SHARED_HEADS)
+    return jax.jit(step), list(inputs.values())
+
+
+def exported(step, *operands, **more):
+    checks = jax_fa.export_disabled_checks()
+    return jax.export.export(step, disabled_checks=checks, **more)(*operands)
+
+
+COMPILED_ONCE = """
+import jax, jax.numpy as jnp, jax_fa
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event.split("/")[-1]))
+mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+def of(heads, *spec):
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.ShapeDtypeStruct((8, 12, heads, 8), jnp.float32, sharding=sharding)
+
+step = jax.grad(lambda *x: jnp.sum(jax_fa.attention(*x)), (0, 1, 2))
+jax.jit(step).lower(of(8, "data", None, "model"), of(2, "data"), of(2, "data")).compile()
+print(events.count("cache_hits"), events.count("cache_misses"))
+"""
+
+
+def test_a_second_process_finds_the_program_in_the_compilation_cache(tmp_path):
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    assert in_new_process(COMPILED_ONCE, **cache).split() == ["0", "1"]
+    assert in_new_process(COMPILED_ONCE, **cache).split() == ["1", "0"]
+
+
+def test_exported_and_serialized_programs_run_in_a_new_process(tmp_path):
+    step, operands = sharded_step()
+    (tmp_path / "export").write_bytes(bytes(exported(step, *operands).serialize()))
+    program = serialize_executable.serialize(step.lower(*operands).compile())
+    (tmp_path / "executable").write_bytes(pickle.dumps(program))
+    np.savez(tmp_path / "operands.npz", *operands)
+    in_new_process(
+        f"""
+import jax, numpy as np, pathlib, pickle, jax_fa
+from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding, PartitionSpec as P
+folder = pathlib.Path({str(tmp_path)!r})
+mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+specs = P("data", None, "model"), P("data"), P("data")
+arrays = np.load(folder / "operands.npz").values()
+operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
+exported = jax.export.deserialize(bytearray((folder / "export").read_bytes()))
+executable = pickle.loads((folder / "executable").read_bytes())
+for name, call in (
+    ("export", jax.jit(exported.call)),
+    ("executable", serialize_executable.deserialize_and_load(*executable)),
+):
+    np.savez(folder / f"{{name}}.npz", *jax.tree.leaves(call(*operands)))
+"""
+    )
+    want = jax.tree.leaves(step(*operands))
+    for name in ("export", "executable"):
+        assert_same(list(np.load(tmp_path / f"{name}.npz").values()), want)
+
+
+def test_export_for_a_mesh_without_devices():
+    step, operands = sharded_step()
+    mesh = operands[0].sharding.mesh.abstract_mesh
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec))
+        for x in operands
+    ]
+    again = jax.export.deserialize(exported(step, *shapes, platforms=["cpu"]).serialize())
+    assert_same(jax.jit(again.call)(*operands), step(*operands))
+
+
+def test_symbolic_shapes_over_several_devices_are_refused():
+    step, operands = sharded_step()
+    (b,) = jax.export.symbolic_shape("b")
+    shapes = [
+        jax.ShapeDtypeStruct((8 * b, *x.shape[1:]), x.dtype, sharding=x.sharding) for x in operands
+    ]
+    with pytest.raises(NotImplementedError, match=r"\(8\*b, 12, 8, 8\).*jax\.shard_map"):
+        exported(step, *shapes)
+
+
+def test_the_text_of_a_call_says_everything():
+    semantics = Semantics(
+        scale=0.1,
+        band=Band(is_causal=True, left=3, right=0, alignment="bottom_right"),
+        soft_cap=2.5,
+        deterministic=True,
+        mask_mod="module:function",
+    )
+    for call in (
+        Call("fwd", "cpu", ("q", "k", "v"), Semantics(1.0)),
+        Call("bwd", "cuda", ("q", "k", "v", "sinks"), semantics, may_share=False),
+    ):
+        assert Call.of(call.text().encode()) == call
+
+
+def test_programs_of_the_partitioner_before_shardy():
+    step, operands = sharded_step()
+    want = step(*operands)
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        compiled = step.lower(*operands).compile()
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    assert_same(compiled(*operands), want)
