@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import PartitionSpec
 
 from jax_fa import bindings, emulated, reference, sharding
 from jax_fa.choice import Emulation, Forced, choose
@@ -204,26 +205,59 @@ def _to_front(array: Array, dim: int | None, size: int) -> Array:
     return jnp.moveaxis(array, dim, 0)
 
 
-def _fold(array: Array, axis: int) -> Array:
-    """Merges the leading vmapped dimension into dimension ``axis`` of the unbatched array."""
-    moved = jnp.moveaxis(array, 0, axis)
-    shape = moved.shape
-    return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+class _Fold(NamedTuple):
+    """How the vmapped dimension of every array joins its batch (packed: its tokens or slots).
+
+    Attributes:
+        size: extent of the vmapped dimension.
+        is_inner: it varies faster than the dimension that it joins.
+    """
+
+    size: int
+    is_inner: bool
+
+    def join(self, array: Array, axis: int) -> Array:
+        """Merges the leading vmapped dimension into dimension ``axis`` of the unbatched array."""
+        moved = jnp.moveaxis(array, 0, axis + self.is_inner)
+        shape = moved.shape
+        return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+    def part(self, array: Array, axis: int, extent: int) -> Array:
+        """Inverse of ``join``, given the extent that dimension ``axis`` had."""
+        pair = (extent, self.size) if self.is_inner else (self.size, extent)
+        split = array.reshape(*array.shape[:axis], *pair, *array.shape[axis + 1 :])
+        return jnp.moveaxis(split, axis + self.is_inner, 0)
 
 
-def _unfold(array: Array, axis: int, size: int) -> Array:
-    """Inverse of ``_fold``: the vmapped dimension comes out in front."""
-    shape = array.shape
-    split = array.reshape(*shape[:axis], size, shape[axis] // size, *shape[axis + 1 :])
-    return jnp.moveaxis(split, axis, 0)
+def _spec(array: Array) -> PartitionSpec:
+    return jax.typeof(array).sharding.spec
 
 
-def _fold_operands(stacked: Operands) -> Operands:
+def _resharded(array: Array, spec: PartitionSpec) -> Array:
+    return array if _spec(array) == spec else jax.sharding.reshard(array, spec)
+
+
+def _sharded_alike(stacked: list[Array], is_packed: bool) -> list[Array]:
+    """Stacked arrays whose two dimensions that become one are sharded alike in all of them.
+
+    Only explicit sharding shows here. Packed rows do not shard by token, so their vmapped dimension
+    becomes whole.
+    """
+    joined = (None,) if is_packed else (_vmapped_axes(stacked), _spec(stacked[0])[1])
+    return [_resharded(x, PartitionSpec(*joined, *_spec(x)[len(joined) :])) for x in stacked]
+
+
+def _vmapped_axes(stacked: list[Array]) -> Any:
+    """Mesh axes that the vmapped dimension is sharded over."""
+    return next((_spec(x)[0] for x in stacked if _spec(x)[0] is not None), None)
+
+
+def _fold_operands(stacked: Operands, fold: _Fold) -> Operands:
     """Operands with a leading vmapped dimension -> operands of one larger problem."""
     token_axis = 1 if stacked.is_packed else 0
     per_token = ("q", "k", "v", "q_segments", "kv_segments")
     folded = {
-        name: _fold(array, token_axis if name in per_token else 0)
+        name: fold.join(array, token_axis if name in per_token else 0)
         for name, array in stacked._asdict().items()
         if array is not None and not name.startswith("cu_seqlens")
     }
@@ -247,18 +281,32 @@ def _batch(
 ) -> tuple[list[Array], list[int]]:
     size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
     stacked = [_to_front(a, d, size) for a, d in zip(arrays, dims, strict=True)]
-    operands, rest = _split(names, stacked)
-    token_axis = 1 if operands.is_packed else 0
-    folded = _fold_operands(operands)
+    is_packed = "cu_seqlens_q" in names
+    alike = _sharded_alike(stacked, is_packed)
+    operands, rest = _split(names, alike)
+    # Dimensions merge without moving data where only the outer one is sharded.
+    vmapped, batch, *_ = _spec(operands.q)
+    fold = _Fold(size, is_inner=vmapped is None and batch is not None)
+    token_axis = 1 if is_packed else 0
+    folded = _fold_operands(operands, fold)
     results = bind(
-        *_flat(folded), *(_fold(r, token_axis) for r in rest), names=folded.present, **params
+        *_flat(folded), *(fold.join(r, token_axis) for r in rest), names=folded.present, **params
     )
-    has_sinks_result = len(results) == 4
-    axes = [token_axis] * len(results)
-    if has_sinks_result:
-        axes[3] = 0
-    unfolded = [_unfold(r, axis, size) for r, axis in zip(results, axes, strict=True)]
-    return unfolded, [0] * len(results)
+    # Results in the place of the operands whose extents and shardings they have.
+    originals, _ = _split(names, stacked)
+    q, k, v, sinks = originals.q, originals.k, originals.v, originals.sinks
+    likes = (q, k, v, sinks) if rest else (q, q)
+    axes = (token_axis, token_axis, token_axis, 0)
+    parted = [
+        fold.part(result, axis, like.shape[1 + axis])
+        for result, axis, like in zip(results, axes, likes, strict=False)
+    ]
+    if rest:  # a gradient has the type of its operand
+        parted = [_resharded(x, _spec(like)) for x, like in zip(parted, likes, strict=False)]
+    else:
+        vmapped = _vmapped_axes(stacked)
+        parted = [_resharded(x, PartitionSpec(vmapped, *_spec(x)[1:])) for x in parted]
+    return parted, [0] * len(parted)
 
 
 # --------------------------------------------------------------------------------- differentiation

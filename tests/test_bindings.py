@@ -39,6 +39,7 @@ def test_attributes_are_the_same_on_both_sides():
 def test_every_registered_target_is_versioned_and_known_to_export():
     names = {name for targets in _jax_fa.registrations().values() for name in targets}
     assert names == {bindings.FORWARD_TARGET, bindings.BACKWARD_TARGET}
+    names.add(bindings.PARTITIONED_TARGET)
     assert all(name.endswith("_v1") for name in names)
     assert len(jax_fa.export_disabled_checks()) == len(names)
 
@@ -163,7 +164,7 @@ def test_no_symbol_is_bound_after_loading():
 def test_only_bindings_uses_the_ffi():
     users = [
         module.__name__
-        for module in (jax_fa.api, jax_fa.operations, jax_fa.vjp, jax_fa.sharding, bindings)
+        for module in (jax_fa.api, jax_fa.operations, jax_fa.vjp, jax_fa.partitioning, bindings)
         if "jax.ffi." in inspect.getsource(module)
     ]
     assert users == ["jax_fa.bindings"]

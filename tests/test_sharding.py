@@ -182,6 +182,63 @@ def test_explicit_mesh(extras):
     assert_same(got, jax.jit(step)(inputs))
 
 
+V = 2
+
+
+@pytest.mark.parametrize(
+    ("vmapped", "batch", "whole"),
+    [
+        (None, "data", ()),
+        ("vmapped", None, ()),
+        ("vmapped", "data", ()),
+        ("vmapped", "data", ("query",)),
+        (None, "data", ("key", "sinks", "query_offset")),
+    ],
+)
+def test_vmap_under_an_explicit_mesh(vmapped, batch, whole):
+    """``whole``: operands that vmap hands to every instance."""
+    drawn = [arrays(4, EXTRAS["everything"]) for _ in range(V)]
+    inputs = {
+        name: drawn[0][name] if name in whole else jnp.stack([x[name] for x in drawn])
+        for name in drawn[0]
+    }
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("vmapped", "data", "model"), axis_types=(AxisType.Explicit,) * 3
+    )
+
+    def placed(name, x):
+        spec = [batch if axis == "data" else axis for axis in SPEC[name]]
+        return jax.device_put(x, P(*spec) if name in whole else P(vmapped, *spec))
+
+    mapped = jax.vmap(attend, in_axes=({name: None if name in whole else 0 for name in inputs},))
+    want = jax.jit(partial(step, attend=mapped))(inputs)
+    with jax.set_mesh(mesh):
+        sharded_inputs = {name: placed(name, x) for name, x in inputs.items()}
+        got = jax.jit(partial(step, attend=mapped))(sharded_inputs)
+        assert got[0][0].sharding.spec == P(vmapped, batch, None, "model", None)
+        for name, gradient in got[1].items():
+            assert gradient.sharding == sharded_inputs[name].sharding
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("vmapped", [None, "data"])
+def test_vmap_of_packed_sequences_under_an_explicit_mesh(vmapped):
+    q, k, v = normal(2, 40, 8, D), normal(2, 40, 4, D), normal(2, 40, 4, D)
+    cu = jnp.array([[0, 13, 13, 40], [2, 9, 11, 30]], jnp.int32)
+
+    def step(*arrays):
+        def value(q, k, v, cu):
+            return jnp.sum(jnp.sin(jax.vmap(jax_fa.attention_varlen)(q, k, v, cu, cu)))
+
+        return jax.value_and_grad(value, (0, 1, 2))(*arrays)
+
+    want = jax.jit(step)(q, k, v, cu)
+    with jax.set_mesh(mesh_of((2, 4), AxisType.Explicit)):
+        placed = [jax.device_put(x, P(vmapped, None, "model")) for x in (q, k, v)]
+        got = jax.jit(step)(*placed, jax.device_put(cu, P(vmapped)))
+    assert_same(got, want)
+
+
 def test_explicit_mesh_refuses_a_sharded_length():
     inputs = arrays(4, ())
     mesh = mesh_of((4, 2), AxisType.Explicit)
@@ -281,7 +338,7 @@ SHARED_HEADS = {**SPEC, "key": P("data"), "value": P("data")}
 
 
 def sharded_step():
-    """The gradient step, its operands as shapes on a mesh, and as arrays there."""
+    """A gradient step, and its operands on a mesh of eight devices."""
 
     def step(q, k, v):
         def value(q, k, v):

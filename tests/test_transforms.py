@@ -1,6 +1,7 @@
 """JAX's transformations: same numbers as without them, and nothing computed twice."""
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -137,6 +138,24 @@ def test_vmap_of_packed_sequences(batched_borders, used):
         for i in range(3)
     ]
     assert_trees_close(mapped, jax.tree.map(lambda *x: jnp.stack(x), *rows))
+
+
+def test_vmap_over_nothing_has_results_of_the_right_shapes():
+    dense = {name: x[:0] for name, x in BATCHED.items()}
+    (out, lse), grads = jax.jit(jax.vmap(step))(dense)
+    assert out.shape == (0, 2, 10, 4, 8) and lse.shape == (0, 2, 10, 4)
+    assert {name: x.shape for name, x in grads.items()} == {n: dense[n].shape for n in grads}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_vmap_over_nothing_packed_has_gradients_of_the_right_shapes(implementation):
+    def gradient(q, k, v, cu_q, cu_k):
+        attend = partial(jax_fa.attention_varlen, implementation=implementation)
+        return jax.grad(lambda *x: jnp.sum(attend(*x, cu_q, cu_k)), (0, 1, 2))(q, k, v)
+
+    q, kv, borders = jnp.zeros((0, 20, 4, 8)), jnp.zeros((0, 24, 2, 8)), jnp.zeros((0, 3), int)
+    shapes = [x.shape for x in jax.jit(jax.vmap(gradient))(q, kv, kv, borders, borders)]
+    assert shapes == [q.shape, kv.shape, kv.shape]
 
 
 def test_gradient_of_vmap_equals_vmap_of_gradient():
