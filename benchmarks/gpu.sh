@@ -8,14 +8,14 @@
 # jax are taken from the present environment, nothing is downloaded.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-kernels=${1:-AUTO}
-[ "$kernels" = AUTO ] || kernels=$(realpath "$kernels")
+kernels=${1:-auto}
+[ "$kernels" = auto ] || kernels=$(realpath "$kernels")
 shift || true
 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 python3 -m pip install --quiet --no-index --no-build-isolation --no-deps --target "$site" . \
-  --config-settings=cmake.define.JAX_FA_GPU_KERNELS="$kernels"
+  --config-settings=gpu="$kernels"
 export PYTHONPATH=$site:$PWD/tests:$PWD${PYTHONPATH:+:$PYTHONPATH}
 JAX_PLATFORMS=cuda,cpu python3 -m pytest -q -p no:cacheprovider tests/gpu
 python3 -m benchmarks.launch

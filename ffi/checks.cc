@@ -170,27 +170,29 @@ Complaint CheckProblem(const Problem& problem) {
   return CheckAttributes(problem);
 }
 
-// Kernels count in 32 bits and take kUnbounded for more than any length. TMA descriptors describe
-// no empty arrays: a kernel that prefetches one with an extent of 0 dies of an illegal instruction.
+// Kernels count in 32 bits: bands leave room for lengths of kMaxLength (jax_fa/band.py). TMA
+// descriptors describe no empty arrays: a kernel that prefetches one with an extent of 0 dies of an
+// illegal instruction.
 Complaint CheckGpuProblem(const Problem& p) {
   // The row maximum is taken of unscaled scores.
   if (!(p.scale > 0)) return "scale is " + ToText(p.scale) + "; GPU kernels take a positive one";
   const struct {
     const char* name;
     int64_t value;
+    int64_t most = (1 << 30) - 1;
   } extents[] = {
       {"batch", p.batch},
       {"number of sequences", p.num_sequences},
-      {"query length", p.q_len},
-      {"key length", p.kv_len},
+      {"query length", p.q_len, kMaxLength},
+      {"key length", p.kv_len, kMaxLength},
       {"query heads", p.num_q_heads},
       {"key/value heads", p.num_kv_heads},
       {"batch times query heads", p.batch * p.num_q_heads},
   };
   for (const auto& extent : extents) {
-    if (extent.value < 1 || extent.value >= kUnbounded) {
+    if (extent.value < 1 || extent.value > extent.most) {
       return std::string(extent.name) + " is " + std::to_string(extent.value) +
-             "; GPU kernels take 1 to " + std::to_string(kUnbounded - 1);
+             "; GPU kernels take 1 to " + std::to_string(extent.most);
     }
   }
   return std::nullopt;

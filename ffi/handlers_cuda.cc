@@ -69,8 +69,8 @@ ffi::ErrorOr<Selection> Select(const Params& params, const Place& place) {
   }
   if (KernelTable().num_variants == 0) {
     return ffi::Unexpected(Unimplemented(
-        "this build holds no GPU kernels. Reinstall with nvidia-cutlass-dsl in the build "
-        "environment, or use implementation='xla'"));
+        "this build holds no GPU kernels. `python -m jax_fa` prints the command that compiles "
+        "some; implementation='xla' needs none"));
   }
   Selection selection{};
   if (const Failure failure = QueryDevice(place.ordinal, place.stream, &selection.device)) {

@@ -12,6 +12,8 @@ enum class DType : int32_t { kF32, kBF16, kF16 };
 
 // A side of the band without a bound (jax_fa/band.py: UNBOUNDED).
 inline constexpr int32_t kUnbounded = 1 << 30;
+// Rows, or keys, of a sequence on a GPU at most (jax_fa/band.py: MAX_LENGTH).
+inline constexpr int64_t kMaxLength = 1 << 28;
 
 // Static semantics and extents, shared by both operations. All arrays are dense and row-major.
 struct Problem {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jax_fa import variants
+from jax_fa import installation, variants
 from jax_fa.band import MAX_LENGTH
 from jax_fa.kernels import abi
 from jax_fa.problem import KERNEL_DTYPES, Problem
@@ -90,11 +90,14 @@ class _Refusal(Exception):
 
 
 def _cuda_kernels(problem: Problem, target: Target, operation: Operation) -> str:
-    if not target.compiled:
+    unknown = [c for c in target.capabilities if variants.arch_of(c) is None]
+    if unknown:
+        known = ", ".join(arch.capability for arch in variants.ARCHS)
         raise _Refusal(
-            "this build holds no GPU kernels; reinstall with nvidia-cutlass-dsl in the build "
-            "environment (pyproject.toml says how)"
+            f"no kernels exist for GPUs of compute capability {unknown[0]}, only for {known}"
         )
+    if not target.compiled:
+        raise _Refusal(f"this installation holds no GPU kernels. {_remedy(target)}")
     if not problem.semantics.scale > 0:
         # The row maximum is taken of unscaled scores.
         raise _Refusal(f"GPU kernels take a positive scale, not {problem.semantics.scale}")
@@ -104,15 +107,22 @@ def _cuda_kernels(problem: Problem, target: Target, operation: Operation) -> str
             f"not {problem.q_len} and {problem.kv_len}"
         )
     names = set()
-    for capability in target.capabilities:
-        if variants.arch_of(capability) is None:
-            raise _Refusal(f"no kernels exist for GPUs of compute capability {capability}")
     for arch in _archs(target):
+        if arch.name not in map(variants.arch_name, target.compiled):
+            raise _Refusal(
+                f"this installation holds no GPU kernels of {arch.name}. {_remedy(target)}"
+            )
         variant = variants.find(problem, arch, operation, target.compiled)
         if variant is None:
             raise _Refusal(variants.nearest(problem, arch, operation, target.compiled))
         names.add(variant.name)
     return ", ".join(sorted(names))
+
+
+def _remedy(target: Target) -> str:
+    """What gives this installation the kernels of ``target``."""
+    families = [arch.name for arch in _archs(target)] or ["all"]
+    return f"This command gives it some: `{installation.command(families)}`"
 
 
 def _archs(target: Target) -> list[Arch]:

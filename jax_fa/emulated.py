@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jax_fa import bindings
+from jax_fa import bindings, installation
 from jax_fa.choice import Completion, Emulation, kv_splits
 from jax_fa.kernels import abi
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
@@ -111,8 +111,8 @@ def _only_compiled() -> str:
     if not compiled:
         raise NotImplementedError(
             "attention: implementation='emulated' runs compiled GPU kernels, and this build holds "
-            "none. Reinstall with nvidia-cutlass-dsl in the build environment (pyproject.toml "
-            "says how), or use implementation=None or 'xla'."
+            "none. Use implementation=None or 'xla', or install kernels of a family that kernels "
+            f"exist for: `{installation.command([ARCHS[0].name])}`"
         )
     raise NotImplementedError(
         f"attention: implementation='emulated' needs to know which GPU: this build holds kernels "

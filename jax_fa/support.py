@@ -14,7 +14,15 @@ from pathlib import Path
 from jax_fa.band import Band
 from jax_fa.choice import Target, choose
 from jax_fa.problem import Problem, Semantics
-from jax_fa.variants import ARCHS, BY_NAME, HOPPER_HEADS, VARIANTS, Operation, with_mask_mod
+from jax_fa.variants import (
+    ARCHS,
+    BY_NAME,
+    HOPPER_HEADS,
+    OPERATIONS,
+    VARIANTS,
+    Operation,
+    with_mask_mod,
+)
 
 START = "<!-- support table, written by: python -m jax_fa.support README.md -->"
 END = "<!-- end of the support table -->"
@@ -64,6 +72,24 @@ _FEATURES: dict[str, Sequence[Problem]] = {
 }
 
 
+_UNFUSED = "`mask`, `bias`, traced `scale`, float64"
+"""What no kernel serves on any platform."""
+
+
+def features() -> tuple[str, ...]:
+    """The rows of the table."""
+    return (*_FEATURES, _UNFUSED)
+
+
+def unfused(target: Target) -> tuple[str, ...]:
+    """The features that ``target`` runs unfused, in the forward, the gradient or both."""
+    served = {
+        feature: all(_cell(problems, target, operation) == "kernel" for operation in OPERATIONS)
+        for feature, problems in _FEATURES.items()
+    }
+    return tuple(name for name in features() if not served.get(name, False))
+
+
 def _columns() -> dict[str, tuple[Target, Operation]]:
     columns: dict[str, tuple[Target, Operation]] = {"CPU": (Target("cpu"), "fwd")}
     compiled = {*BY_NAME, *(variant.name for variant in with_mask_mod(VARIANTS, _MASK_MOD))}
@@ -85,7 +111,7 @@ def table() -> str:
     rows = [["", *columns], ["---"] * (len(columns) + 1)]
     for feature, problems in _FEATURES.items():
         rows.append([feature, *(_cell(problems, *column) for column in columns.values())])
-    rows.append(["`mask`, `bias`, traced `scale`, float64"] + ["unfused"] * len(columns))
+    rows.append([_UNFUSED] + ["unfused"] * len(columns))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -36,7 +36,11 @@ def test_cpu_kernels_serve_every_kernel_dtype(dtype):
     [
         (replace(PROBLEM, dtype="float64"), CPU, "not float64"),
         (PROBLEM, Target("tpu"), "no kernels exist for platform 'tpu'"),
-        (PROBLEM, Target("cuda"), "this build holds no GPU kernels"),
+        (
+            PROBLEM,
+            Target("cuda"),
+            "This command gives it some: `JAX_FA_GPU=all pip install --force-reinstall",
+        ),
         (PROBLEM, Target("cuda", ALL, ("1.0",)), "GPUs of compute capability 1.0"),
         (
             replace(PROBLEM, kv_len=2**28 + 1),

@@ -10,7 +10,7 @@ import pytest
 from harness import in_new_process
 
 import jax_fa
-from jax_fa import bindings, operations
+from jax_fa import bindings, installation, operations
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -256,8 +256,8 @@ OPTIONS = [
         {"implementation": "emulated"},
         NotImplementedError,
         "attention: implementation='emulated' runs compiled GPU kernels, and this build holds "
-        "none. Reinstall with nvidia-cutlass-dsl in the build environment (pyproject.toml says "
-        "how), or use implementation=None or 'xla'.",
+        "none. Use implementation=None or 'xla', or install kernels of a family that kernels exist "
+        f"for: `{installation.command(['sm90'])}`",
     ),
     (
         {"implementation": "cudnn", "logits_soft_cap": 1.0, "sinks": zeros(4)},
@@ -562,7 +562,7 @@ def lowered_for_cuda(**options):
 
 @pytest.mark.usefixtures("no_gpu_kernels")
 def test_fallback_warns_once_per_reason():
-    with pytest.warns(jax_fa.FallbackWarning, match="this build holds no GPU kernels") as record:
+    with pytest.warns(jax_fa.FallbackWarning, match="installation holds no GPU kernels") as record:
         lowered_for_cuda()
         jax.clear_caches()
         lowered_for_cuda()
