@@ -100,6 +100,27 @@ def test_gradients_keep_the_settings_of_the_forward(executed):
     assert executed == [Emulation("sm90", 7)] * 2
 
 
+def test_schedules_are_settings(arch, executed):
+    """A warp that lags, a line whose operations do, and how many CTAs there are at a time."""
+    qkv = data(CASE, "bfloat16").operands[:3]
+    with jax_fa.emulation(arch, completion="eager", resident=2, starved=1, held=7):
+        jax.block_until_ready(attend(*qkv))
+    assert executed == [Emulation(arch, completion="eager", resident=2, starved=1, held=7)]
+
+
+@pytest.mark.parametrize(
+    "settings, complaint",
+    [
+        ({"resident": 0}, "resident is 0; a GPU holds at least one CTA"),
+        ({"starved": -1}, "starved is -1; warps of a CTA are counted from 0"),
+        ({"held": 0}, "held is 0; lines of PTX are counted from 1"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(arch, settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        jax_fa.emulation(arch, **settings)
+
+
 def test_explain_names_kernel_and_architecture(arch):
     with jax_fa.emulation(arch):
         text = str(jax_fa.explain(SHAPE, SHAPE, SHAPE, implementation="emulated"))

@@ -3,6 +3,8 @@
 One that is the text of another for another target is run as that one (``texts.py``).
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cases import Case
@@ -19,7 +21,7 @@ from jax_fa.variants import ARCHS, BY_NAME, find
 
 COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled()) if name in BY_NAME]
 DISTINCT = [variant for variant in COMPILED if is_distinct(variant)]
-SEEDS = range(5)
+SEEDS = range(3)
 
 # Two query tiles and two key blocks, the second of each partly used, on one multiprocessor.
 MASKS = {
@@ -68,23 +70,52 @@ def problem_for(variant):
     return problem
 
 
+def siblings_before(variant):
+    """How many variants of the same roles come before this one: of its operation, GPU and heads."""
+    key = variant.key
+    kind = (variant.operation, variant.arch, key.head_dim, key.value_dim)
+    return sum(
+        kind == (v.operation, v.arch, v.key.head_dim, v.key.value_dim)
+        for v in DISTINCT[: DISTINCT.index(variant)]
+    )
+
+
+def slow_schedules(variant, report):
+    """Eager ones in which a role, another role, and the operations of a line lag behind.
+
+    ``report`` on the main kernel of some run tells them. The variants of a kernel take turns, so
+    that each of its roles, six at most, lags behind in some of them.
+    """
+    turn = siblings_before(variant)
+    roles, lines = list(report.roles()), sorted(report.issued)
+    eager = Emulation(variant.arch, completion="eager", num_sms=1)
+    for number in (2 * turn, 2 * turn + 1):
+        role = roles[number % len(roles)]
+        yield replace(eager, starved=role[number // len(roles) % len(role)])
+    yield replace(eager, held=lines[5 * turn % len(lines)])
+
+
 @pytest.mark.parametrize("variant", DISTINCT, ids=lambda variant: variant.name)
 def test_variant_is_right_under_every_schedule(variant):
     case = case_for(variant)
     dtype = variant.key.dtype
     problem = problem_for(variant)
     inputs = inputs_for(variant, case)
-    first = None
-    for seed in SEEDS:
-        settings = Emulation(variant.arch, seed=seed, completion="random", num_sms=1)
+
+    def run(settings):
         results, reports = execute(Call(variant.operation, problem, settings), inputs)
         assert not any(report.findings for report in reports)
         got = Results(**{**dict.fromkeys(Results._fields), **results})
-        assert_close(got, wanted(case, dtype), dtype, f"seed {seed}")
+        assert_close(got, wanted(case, dtype), dtype, str(settings))
+        return results, max(reports, key=lambda report: report.issued.total())
+
+    seeded = [Emulation(variant.arch, seed=seed, num_sms=1) for seed in SEEDS]
+    first, report = run(seeded[0])
+    for settings in (*seeded[1:], *slow_schedules(variant, report)):
+        results, _ = run(settings)
         if variant.operation == "fwd":
-            first = first or results
             for name, value in results.items():
-                np.testing.assert_array_equal(value, first[name], f"{name}, seed {seed}")
+                np.testing.assert_array_equal(value, first[name], f"{name}, {settings}")
 
 
 def test_variants_of_the_same_text_are_launched_alike():
