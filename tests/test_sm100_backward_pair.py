@@ -191,7 +191,13 @@ def test_every_tile_moves_what_the_model_counts(kernels):
 # A warp that adds, and one that attends, lag behind the others.
 SCHEDULES = tuple(
     Options(completion, starved=starved)
-    for completion, starved in (("lazy", None), ("eager", 0), ("eager", 11), ("random", None))
+    for completion, starved in (
+        ("lazy", None),
+        ("eager", 0),
+        ("eager", 4),
+        ("eager", 11),
+        ("random", None),
+    )
 )
 STEP = "stats s dp ds_empty "
 WAITS = (
@@ -241,6 +247,9 @@ FAULTS = {
     "the relay does not wait": (without_wait("half"), f"{HAZARD}|Uninitialized"),
     "mma waits for one half": (with_count("halves", "full", 1), f"{HAZARD}|Deadlock"),
     "the last dQ before the exchange": (without_wait("halves", 1), f"{HAZARD}|d[qk]: error"),
+    "the first dS is not waited for": (without_wait("ds", 0), "Deadlock"),
+    "dS is not waited for": (without_wait("ds", 1), "overwrites TMEM|without tcgen05.wait::st"),
+    "stats are read before they arrive": (without_wait("stats", 1), HAZARD),
     "ds is overwritten": (without_wait("ds_empty", 1), HAZARD),
     "ds is never given back": (without_commit("ds"), "Deadlock"),
     "dQ over S that is not read": (without_wait("p", 1), HAZARD),
