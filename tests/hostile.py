@@ -151,5 +151,5 @@ def _step(semantics: Semantics, implementation: Forced) -> Any:
 def run(operands: Operands, given: Hostile, implementation: Forced) -> Results:
     """Forward and gradients of ``operands``; cotangents and the rest are those of ``given``."""
     step = _step(given.case.semantics, implementation)
-    *results, dsinks = step(on_device(operands), given.sent.cotangents)
-    return Results(*results, None if dsinks is None else np.sum(dsinks, axis=0))
+    out, lse, dq, dk, dv, dsinks = step(on_device(operands), given.sent.cotangents)
+    return Results(out, lse, dq, dk, dv, None if dsinks is None else np.sum(dsinks, axis=0))

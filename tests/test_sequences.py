@@ -59,7 +59,8 @@ def test_borders_that_come_as_traced_values_mean_ascending_ones(implementation):
 
     @jax.jit
     def loss(qkv, borders):
-        out = jax_fa.attention_varlen(*qkv, borders, borders, implementation=implementation)
+        q, k, v = qkv
+        out = jax_fa.attention_varlen(q, k, v, borders, borders, implementation=implementation)
         return jnp.sum(out**2), out
 
     for sent, meant in BORDERS:
