@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_fa import arguments, bindings, checks, mask_mods, operations, reference, vjp
+from jax_fa import arguments, bindings, blockwise, checks, mask_mods, operations, vjp
 from jax_fa.arguments import Call, Keywords, Options, Packing, WindowSize
 from jax_fa.band import Alignment
 from jax_fa.choice import Choice, Implementation, choose, name_of
@@ -63,7 +63,7 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
             one side leaves it unbounded.
         implementation: None picks the fastest that serves the problem on the platform the
             computation is lowered for. "cpu" and "cuda" force compiled kernels, "xla" the unfused
-            reference (differentiable in any mode), "cudnn" delegates to jax.nn, "emulated" runs the
+            path (differentiable in any mode), "cudnn" delegates to jax.nn, "emulated" runs the
             kernels of a GPU on the CPU (``jax_fa.emulation`` says of which).
         return_residual: also return the log-sum-exp [B, T, N] in the dtype of key and without
             gradient, as jax.nn does. ``attention_with_lse`` gives it in float32 with gradient.
@@ -367,7 +367,7 @@ def _choice(call: Call, problem: Problem, platform: str) -> Choice:
 def _run(call: Call) -> tuple[Array, Array]:
     if call.implementation == "xla" or _needs_reference(call) is not None:
         _choice(call, Problem.of(call.operands, call.semantics), "any")
-        out, lse = reference.forward(call.operands, call.semantics, call.bias, call.mask)
+        out, lse = blockwise.forward(call.operands, call.semantics, call.bias, call.mask)
     else:
         out, lse = vjp.attention(call.operands, call.semantics, call.implementation)
     return call.as_given(out), call.as_given(lse)

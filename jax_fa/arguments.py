@@ -60,9 +60,9 @@ class Call(NamedTuple):
 
     Attributes:
         operands: arrays in internal form.
-        semantics: ``scale`` in it may be a traced scalar, which only the reference path takes.
+        semantics: ``scale`` in it may be a traced scalar, which only the unfused path takes.
         implementation: what the caller forced, or None.
-        bias: [B|1, N|1, T|1, S|1] or None; only the reference path takes it.
+        bias: [B|1, N|1, T|1, S|1] or None; only the unfused path takes it.
         mask: bool, of the same shapes, or None.
         missing: leading dimensions that the caller's query lacked, so that results lack them too.
     """

@@ -73,7 +73,7 @@ class Choice:
 
     Attributes:
         implementation: "cpu" and "cuda" are compiled kernels, "emulated" are those of "cuda" on
-            the emulator, "xla" is the jnp reference, which builds the T x S score matrix.
+            the emulator, "xla" is plain jnp, which computes one block of query rows after another.
         kernel: names of the compiled kernels, comma-separated; empty for "xla".
         reason: one sentence.
         is_fallback: True if only the lack of a kernel led here.

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
-from jax_fa import bindings, emulated, reference, sharding
+from jax_fa import bindings, blockwise, emulated, sharding
 from jax_fa.choice import Emulation, Forced, choose
 from jax_fa.partitioning import Call
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
@@ -27,7 +27,7 @@ from jax_fa.sequences import in_one_row, with_slot_in_front
 
 
 class FallbackWarning(UserWarning):
-    """A problem runs on the unfused reference path for want of a kernel."""
+    """A problem runs unfused for want of a kernel."""
 
 
 _warned: set[tuple[str, str]] = set()
@@ -140,9 +140,9 @@ def _warn_once(problem: Problem, platform: str, reason: str) -> None:
     if key not in _warned:
         _warned.add(key)
         warnings.warn(
-            f"attention: {reason}; running the unfused reference path, which builds the "
-            f"{problem.q_len} x {problem.kv_len} score matrix. jax_fa.explain(...) tells what runs "
-            f"where; implementation='xla' asks for this path without the warning.",
+            f"attention: {reason}; running the unfused path, which computes the "
+            f"{problem.q_len} x {problem.kv_len} scores in blocks of rows. jax_fa.explain(...) "
+            f"tells what runs where; implementation='xla' asks for this path without the warning.",
             FallbackWarning,
             stacklevel=2,
         )
@@ -159,7 +159,7 @@ def _forward_on(
     if choice.implementation == "xla":
         if choice.is_fallback:
             _warn_once(problem, platform, choice.reason)
-        return reference.forward(operands, semantics)
+        return blockwise.forward(operands, semantics)
 
     if choice.implementation != "cpu" and operands.is_packed:
         operands = with_slot_in_front(operands)
@@ -179,7 +179,7 @@ def _backward_on(
     if choice.implementation == "xla":
         if choice.is_fallback:
             _warn_once(problem, platform, f"in the gradient, {choice.reason}")
-        return _flat(reference.backward(operands, semantics, out, lse, dout, dlse))
+        return _flat(blockwise.backward(operands, semantics, out, lse, dout, dlse))
 
     has_slot_in_front = choice.implementation != "cpu" and operands.is_packed
     if has_slot_in_front:

@@ -1,4 +1,4 @@
-"""Attention in plain jnp with a T x S score matrix: the oracle, and the path for mask and bias.
+"""Attention in plain jnp with a T x S score matrix: the oracle, and what ``blockwise`` splits.
 
 Differentiable any number of times in any mode. Accumulates in float32 (float64 for float64 inputs);
 with float32 inputs this is the oracle every kernel is measured against.
@@ -46,11 +46,12 @@ def _tokens(shape: tuple[int, int], cu_seqlens: Array | None, lengths: Array | N
     inside = (sequence >= 0) & (sequence <= last)
     sequence = jnp.clip(sequence, 0, last)
     position = token - cu_seqlens[sequence]
-    used = inside & (position < _used_lengths(cu_seqlens, lengths)[sequence])
+    used = inside & (position < used_lengths(cu_seqlens, lengths)[sequence])
     return _Tokens(sequence[None], position[None], used[None])
 
 
-def _used_lengths(cu_seqlens: Array, lengths: Array | None) -> Array:
+def used_lengths(cu_seqlens: Array, lengths: Array | None) -> Array:
+    """[M] used tokens of each packed sequence."""
     slots = cu_seqlens[1:] - cu_seqlens[:-1]
     return slots if lengths is None else jnp.clip(lengths, 0, slots)
 
@@ -59,7 +60,7 @@ def _sequence_lengths(
     num_sequences: int, length: int, cu_seqlens: Array | None, lengths: Array | None
 ) -> Array:
     if cu_seqlens is not None:
-        return _used_lengths(cu_seqlens, lengths)
+        return used_lengths(cu_seqlens, lengths)
     if lengths is not None:
         return jnp.clip(lengths, 0, length)
     return jnp.full((num_sequences,), length, jnp.int32)
@@ -87,7 +88,7 @@ def _visibility(operands: Operands, semantics: Semantics) -> _Visibility:
     count = operands.num_sequences
     q_len = _sequence_lengths(count, q_shape[1], operands.cu_seqlens_q, operands.q_lengths)
     kv_len = _sequence_lengths(count, kv_shape[1], operands.cu_seqlens_k, operands.kv_lengths)
-    shift = _diagonals(operands, semantics)
+    shift = diagonals(operands, semantics)
     window = Window(
         shift[rows.sequence],
         band.left_bound,
@@ -106,7 +107,7 @@ def _visibility(operands: Operands, semantics: Semantics) -> _Visibility:
     return _Visibility(rows.used, keys.used, pairs)
 
 
-def _diagonals(operands: Operands, semantics: Semantics) -> Array:
+def diagonals(operands: Operands, semantics: Semantics) -> Array:
     """[M] key position of query row 0 of each sequence."""
     count = operands.num_sequences
     q_len = _sequence_lengths(count, operands.q.shape[1], operands.cu_seqlens_q, operands.q_lengths)
@@ -123,7 +124,7 @@ def _seen_by_function(operands: Operands, semantics: Semantics) -> Array:
     assert semantics.mask_mod is not None
     rows = _tokens(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
     keys = _tokens(operands.k.shape[:2], operands.cu_seqlens_k, operands.kv_lengths)
-    diagonal = rows.position + _diagonals(operands, semantics)[rows.sequence]  # [B, T]
+    diagonal = rows.position + diagonals(operands, semantics)[rows.sequence]  # [B, T]
     visible = mask_mods.resolve(semantics.mask_mod)(
         rows.sequence[:, None, :, None],
         jnp.arange(operands.q.shape[2], dtype=jnp.int32)[None, :, None, None],
@@ -298,6 +299,21 @@ def backward(
         dout: cotangent of ``out``.
         dlse: cotangent of ``lse``.
     """
+    return in_types_of(operands, wide_gradients(operands, semantics, out, lse, dout, dlse))
+
+
+def in_types_of(operands: Operands, grads: Gradients) -> Gradients:
+    """Gradients rounded to the types of their operands."""
+    sources = (operands.q, operands.k, operands.v, operands.sinks)
+    return Gradients(
+        *(None if x is None else x.astype(y.dtype) for x, y in zip(grads, sources, strict=True))
+    )
+
+
+def wide_gradients(
+    operands: Operands, semantics: Semantics, out: Array, lse: Array, dout: Array, dlse: Array
+) -> Gradients:
+    """``backward`` in the type of accumulation, for sums over parts of the rows."""
     given, operands = operands, _with_a_sequence(operands)
     x = _scores(operands, semantics)
     num_kv_heads = operands.k.shape[2]
@@ -323,12 +339,10 @@ def backward(
     dq = _einsum("bkgts,bskd->btkgd", ds, k).reshape(operands.q.shape)
     dk = _einsum("bkgts,btkgd->bskd", ds, _grouped(q, num_kv_heads))
     dv = _einsum("bkgts,btkgd->bskd", probabilities, dout)
-    return Gradients(
-        dq.astype(operands.q.dtype),
-        dk.astype(operands.k.dtype),
-        dv.astype(operands.v.dtype),
-        None if given.sinks is None else _sink_gradients(operands, lse, delta, given.num_sequences),
-    )
+    dsinks = None
+    if given.sinks is not None:
+        dsinks = _sink_gradients(operands, lse, delta, given.num_sequences)
+    return Gradients(dq, dk, dv, dsinks)
 
 
 def _sink_gradients(operands: Operands, lse: Array, delta: Array, count: int) -> Array:

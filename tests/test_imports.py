@@ -75,6 +75,7 @@ TOWERS = {
     ),
     "runtime": (
         Layer("reference", "jax"),
+        Layer("blockwise", "jax"),
         Layer("bindings", "jax numpy"),
         Layer("emulated", "jax numpy"),
         Layer("sharding", "jax numpy"),

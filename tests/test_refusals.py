@@ -567,7 +567,7 @@ def test_fallback_warns_once_per_reason():
         jax.clear_caches()
         lowered_for_cuda()
     assert len(record) == 1
-    assert "builds the 6 x 5 score matrix" in str(record[0].message)
+    assert "computes the 6 x 5 scores in blocks of rows" in str(record[0].message)
 
 
 def test_reference_that_was_asked_for_does_not_warn():
