@@ -78,7 +78,8 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         causal_alignment: where the diagonal of causal and windowed attention lies: "top_left"
             starts it at key 0, "bottom_right" ends it at the last used key of the last used row.
         query_offset: integer scalar or [B] that fits int32, may be traced: position of query row 0,
-            added to the diagonal (context parallelism, decoding).
+            added to the diagonal (context parallelism, decoding). Beyond 2 ** 28 in magnitude it
+            counts as that.
         deterministic: identical bits of the gradient on every run.
         mask_mod: name of a function of positions that hides further keys: "chunked_N" (causal
             within chunks of N), "prefix_lm_N" (causal, the first N keys seen by all), or
@@ -183,7 +184,8 @@ def attention_varlen(
         cu_seqlens_q: int32 [M + 1], ascending: sequence m holds the rows
             ``cu_seqlens_q[m] .. cu_seqlens_q[m + 1]``. Rows of no sequence give 0. Others than
             from 0 to total_q are refused where their values are at hand: not traced, and not on a
-            GPU.
+            GPU. Elsewhere a border counts as within the array and as no smaller than those before
+            it.
         cu_seqlens_k: int32 [M + 1], likewise for key and value.
         max_seqlen_q: an upper bound of the query lengths; accepted for compatibility, not needed.
             One that does not hold is refused where cu_seqlens_q is at hand.

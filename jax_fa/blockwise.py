@@ -49,17 +49,16 @@ def forward(
     operands: Operands, semantics: Semantics, bias: Array | None = None, mask: Array | None = None
 ) -> tuple[Array, Array]:
     """``reference.forward`` with the scores of one block of rows at a time."""
-    rows = rows_per_block(operands)
-    if rows == operands.q.shape[1]:
-        return reference.forward(operands, semantics, bias, mask)
     scale = None
     if isinstance(cast(Any, semantics.scale), jax.core.Tracer):
         semantics, scale = replace(semantics, scale=1.0), semantics.scale
+    rows = rows_per_block(operands)
     return _forward(operands, scale, bias, mask, semantics=semantics, rows=rows)
 
 
-# Compiled even where the caller is not: a loop that is traced anew would be compiled anew.
-@partial(jax.jit, static_argnames=("semantics", "rows"))
+# Compiled even where the caller is not: a loop that is traced anew would be compiled anew, and the
+# infinities that masks work with are not those that jax_debug_infs looks for.
+@partial(jax.jit, static_argnames=("semantics", "rows"), inline=True)
 def _forward(
     operands: Operands,
     scale: Array | None,
@@ -69,6 +68,11 @@ def _forward(
     semantics: Semantics,
     rows: int,
 ) -> tuple[Array, Array]:
+    def meaning_of(semantics: Semantics) -> Semantics:
+        return semantics if scale is None else replace(semantics, scale=cast(float, scale))
+
+    if rows == operands.q.shape[1]:
+        return reference.forward(operands, meaning_of(semantics), bias, mask)
     # Wide, so that gradients of what all blocks share add up in the type of accumulation.
     k, v = _wide(operands.k), _wide(operands.v)
     by_row = {"q": operands.q}
@@ -81,15 +85,12 @@ def _forward(
     def one_block(start: Any, block: dict[str, Array]) -> tuple[Array, Array]:
         own = _rows(operands, semantics, start, block["q"])
         own = own._replace(k=k.astype(operands.k.dtype), v=v.astype(operands.v.dtype))
-        meaning = _meaning(semantics)
-        if scale is not None:
-            meaning = replace(meaning, scale=cast(float, scale))
         count = block["q"].shape[1]
         own_mask = None if mask is None else _taken(mask, start, count, 2)
         own_bias = None if bias is None else _taken(bias, start, count, 2)
         if "bias_tangent" in block:
             own_bias = _with_tangent(own_bias, block["bias_tangent"])
-        return reference.forward(own, meaning, own_bias, own_mask)
+        return reference.forward(own, meaning_of(_meaning(semantics)), own_bias, own_mask)
 
     _, results = _scan(lambda _, *block: (None, one_block(*block)), None, by_row, rows)
     return cast(tuple[Array, Array], results)

@@ -33,6 +33,7 @@ class Grid:
 
         target, self.ctas = FAMILIES[family]
         key = KernelKey(target, "bfloat16", 128, 128, mask)
+        self.cluster = self.num_clusters = 0
         self.variant = SimpleNamespace(
             key=key,
             config=choose_backward(key),
@@ -48,7 +49,6 @@ class Grid:
         monkeypatch.setattr(tiles, "_clusters", lambda ctas: (self.cluster, self.num_clusters))
         self.order_of = host.backward_order.__wrapped__
         self.tile_at = backward_work.tile_at.__wrapped__
-        self.cluster = self.num_clusters = 0
 
     def lists(self, num_sms, heads, num_kv_blocks, splits=1):
         """Of every cluster, the (head, key block) of its tiles in the order it takes them."""
@@ -72,7 +72,7 @@ class Grid:
         found = []
         for cluster in range(self.num_clusters):
             self.cluster = cluster
-            tiles = []
+            tiles: list[tuple[int, int]] = []
             while (tile := self.tile_at(self.variant, x, len(tiles))).is_valid:
                 tiles.append((tile.q_head, tile.q_block))
             found.append(tiles)

@@ -74,6 +74,7 @@ TOWERS = {
         Layer("emulator.__main__", "numpy"),
     ),
     "runtime": (
+        Layer("sequences", "jax"),
         Layer("reference", "jax"),
         Layer("blockwise", "jax"),
         Layer("bindings", "jax numpy"),
@@ -215,16 +216,25 @@ def test_only_bindings_uses_jax_ffi():
 INCLUDES = {
     "band.h": (),
     "kernels.h": (),
-    "arguments.*": ("arguments.h", "kernels.h"),
+    "checks.*": ("checks.h", "kernels.h"),
+    "loop*": ("loop.h",),
+    "ffi_call.*": ("ffi_call.h",),
+    "fuzz.h": ("kernels.h",),
+    "attention_cpu_fuzz.cc": ("attention_cpu.h", "checks.h", "fuzz.h"),
+    "handlers_fuzz.cc": ("ffi_call.h", "fuzz.h", "handlers_cpu.h", "handlers_cuda.h"),
+    "handlers_test.cc": ("ffi_call.h", "handlers_cpu.h", "handlers_cuda.h"),
+    "arguments.*": ("arguments.h", "checks.h", "kernels.h"),
     "attention_cpu*": ("attention_cpu*.h", "band.h", "kernels.h"),
     "driver*": ("driver.h",),
     "emulator_block*": ("emulator_block.h",),
     "emulator_dot*": ("emulator_dot.h",),
     "emulator_bindings.*": ("emulator_*.h",),
     "kernel_table*": ("driver.h", "kernel_table.h", "kernels.h"),
-    "handlers_cpu.*": ("arguments.h", "attention_cpu.h", "handlers_cpu.h", "kernels.h"),
-    "handlers_cuda.*": ("arguments.h", "driver.h", "handlers_cuda.h", "kernel_table.h"),
-    "record.*": ("driver.h", "kernel_table.h", "kernels.h", "record.h"),
+    "handlers_cpu.*": ("arguments.h", "attention_cpu.h", "handlers_cpu.h", "kernels.h", "loop.h"),
+    "handlers_cuda.*": (
+        *("arguments.h", "checks.h", "driver.h", "handlers_cuda.h", "kernel_table.h"),
+    ),
+    "record.*": ("checks.h", "driver.h", "kernel_table.h", "kernels.h", "record.h"),
     "module.cc": ("*",),
 }
 CXX_FILES = {p.name: p for p in sorted((ROOT / "ffi").iterdir()) if p.suffix in (".cc", ".h")}

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 from cases import Case
-from harness import data, wanted
+from harness import data, inputs_for, wanted
 from oracle import Results, assert_close
-from test_schedules import inputs_for
 
 from jax_fa import bindings
 from jax_fa.choice import Emulation
