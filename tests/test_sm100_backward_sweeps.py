@@ -8,6 +8,7 @@ from cases import Case
 from oracle import assert_close
 from recording import build, needs_compiler, needs_dsl
 from test_sm100_backward import (
+    COUNT,
     EVERYTHING,
     HAZARD,
     NO_WAIT,
@@ -18,6 +19,8 @@ from test_sm100_backward import (
     compiles,
     plan_for,
     spoiled,
+    with_text,
+    without,
 )
 
 from jax_fa import roofline
@@ -90,7 +93,13 @@ PRODUCT = r"(tcgen05\.mma\S*\s+)(\[%r\d+\]), (\[?%rd?\d+\]?),"
 def without_wait(name, number):
     """Drops the ``number``-th wait for ``name``."""
     place = [i for i, wait in enumerate(WAITS) if wait == name][number]
-    return lambda built: spoiled(built, WAIT, NO_WAIT, place)
+    return with_text(WAIT, NO_WAIT, place)
+
+
+def with_count(data, side, count):
+    """Lets a barrier of an edge of one stage wait for ``count`` arrivals."""
+    place = plan_for(KEY).first_mbarrier(data) + (side == "empty")
+    return with_text(COUNT, rf"\1, {count};", place)
 
 
 def second_as_first(name, place):
@@ -108,7 +117,13 @@ def second_as_first(name, place):
     return spoil
 
 
-LAZY, SLOW_ADD = Options("lazy"), Options("eager", starved=0)
+# Of the role add, loads of dQ where additions have no order, up to the arrival behind them.
+LOADS = r"(?s)(tcgen05\.ld\.[^;]*;.*?tcgen05\.wait::ld[^;]*;)(.*?mbarrier\.arrive\.[^;]*;[^:]*:)"
+LAZY = Options("lazy")
+# A warp that adds, and one that attends, lag behind the others.
+SLOW_ADD, SLOW_ATTEND = (Options("eager", starved=warp) for warp in (0, 4))
+# The third wait for stats_empty is not among them: the queries loaded before take the place of some
+# whose dK has retired, and dK waited until everybody had read their statistics.
 FAULTS = {
     "dv before p": (LAZY, without_wait("p", 0), HAZARD),
     "dv is read before its commit": (LAZY, without_wait("dv", 0), HAZARD),
@@ -117,7 +132,35 @@ FAULTS = {
         without_wait("ds", 0),
         "Uninitialized.*never written",
     ),
+    "dq is read before its commit": (LAZY, without_wait("dq", 1), UNWRITTEN),
     "dq overwrites dq that is not read": (SLOW_ADD, without_wait("dq_empty", 0), "Deadlock"),
+    "dq is given back before it is read": (SLOW_ADD, with_text(LOADS, r"\2 \1", 1), "dq: error"),
+    "one arrival too few for dq": (SLOW_ADD, with_count("dq", "empty", 3), "Deadlock"),
+    "a piece of dq too early": (
+        LAZY,
+        without(r"cp\.async\.bulk\.wait_group\.read"),
+        f"{HAZARD}the bulk reduction",
+    ),
+    "one arrival too few for ds": (
+        SLOW_ATTEND,
+        with_count("ds", "full", 7),
+        "Uninitialized.*never written",
+    ),
+    "stats overwrite those of the first sweep": (
+        SLOW_ATTEND,
+        without_wait("stats_empty", 0),
+        "Deadlock",
+    ),
+    "stats of the second sweep overwrite the last of the first": (
+        SLOW_ATTEND,
+        without_wait("stats_empty", 1),
+        "Deadlock",
+    ),
+    "tensor memory is given back before all is read": (
+        SLOW_ATTEND,
+        without(r"bar\.sync\s+1, 384"),
+        "TMEM columns .* are not allocated",
+    ),
     "half of v is multiplied before it arrives": (LAZY, without_wait("dout", 2), HAZARD),
     "q of the second sweep before it arrives": (LAZY, without_wait("q", 3), HAZARD),
     "v overwrites dout": (LAZY, without_wait("dout_empty", 2), HAZARD),
@@ -142,6 +185,15 @@ def test_every_wait_of_the_kernel_is_known(kernel):
     text = kernel.ptx[re.search(r"\.entry kernel_cutlass_kernel", kernel.ptx).start() :]
     tails = sum(edge.stages for edge in plan_for(KEY).edges if edge.kind == "tma_umma")
     assert len(re.findall(WAIT, text)) == len(WAITS) + tails
+
+
+@needs_dsl
+@needs_compiler
+@compiles
+def test_the_kernel_without_faults_passes(kernel):
+    for options in (LAZY, SLOW_ADD, SLOW_ATTEND):
+        got, wanted, *_ = call(kernel, SWEEP, options=options)
+        assert_close(got, wanted, "bfloat16")
 
 
 @needs_dsl
