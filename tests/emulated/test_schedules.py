@@ -14,6 +14,7 @@ from texts import assert_launched_like_proxy, is_distinct, proxy
 
 from jax_fa import bindings
 from jax_fa.choice import Emulation
+from jax_fa.config import choose_backward
 from jax_fa.emulated import Call, execute
 from jax_fa.kernels import abi
 from jax_fa.problem import Problem
@@ -24,10 +25,13 @@ DISTINCT = [variant for variant in COMPILED if is_distinct(variant)]
 SEEDS = range(3)
 
 # Two query tiles and two key blocks, the second of each partly used, on one multiprocessor.
+LENGTHS = 150, 200
+# Of a pair's blocks of 256 keys two, and three query tiles: statistics have room for two.
+LENGTHS_OF_PAIR = 300, 300
 MASKS = {
     "full": {},
     "causal": {"is_causal": True},
-    "general": {"window": (150, 20), "kv_lengths": (190,)},
+    "general": {"window": (150, 20)},
 }
 
 if not COMPILED:
@@ -48,15 +52,18 @@ def case_for(variant):
             value_dim=key.value_dim,
             kv_lengths=(2 * abi.SPLIT_KEYS - 10,),
         )
+    is_pair = variant.operation == "bwd" and getattr(choose_backward(key), "ctas", 1) == 2
+    q_len, kv_len = LENGTHS_OF_PAIR if is_pair else LENGTHS
     return Case(
         f"schedules of {key.mask}",
-        q_len=150,
-        kv_len=200,
+        q_len=q_len,
+        kv_len=kv_len,
         heads=1,
         kv_heads=1,
         head_dim=key.head_dim,
         value_dim=key.value_dim,
         soft_cap=5.0 if key.has_soft_cap else None,
+        kv_lengths=(kv_len - 10,) if key.mask == "general" else None,
         **MASKS[key.mask],
     )
 
