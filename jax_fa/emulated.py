@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # another.
 _active = jax.make_user_context(default_value=None)
 
+_MOST_WARPS = 32
+"""Of a CTA, which has 1024 threads at most."""
 _POISON = 0xFF
 """Byte that fills what kernels have to write: a NaN in every element type, -1 in an integer."""
 
@@ -95,9 +97,10 @@ def _checked(wanted: Emulation) -> Emulation:
         raise ValueError(f"emulation: num_sms is {wanted.num_sms}; a GPU has at least one.")
     if wanted.resident < 1:
         raise ValueError(f"emulation: resident is {wanted.resident}; a GPU holds at least one CTA.")
-    if wanted.starved is not None and wanted.starved < 0:
+    if wanted.starved is not None and wanted.starved not in range(_MOST_WARPS):
         raise ValueError(
-            f"emulation: starved is {wanted.starved}; warps of a CTA are counted from 0."
+            f"emulation: starved is {wanted.starved}; warps of a CTA are 0 to {_MOST_WARPS - 1}, "
+            f"at most."
         )
     if wanted.held is not None and wanted.held < 1:
         raise ValueError(f"emulation: held is {wanted.held}; lines of PTX are counted from 1.")

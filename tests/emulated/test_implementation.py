@@ -112,7 +112,8 @@ def test_schedules_are_settings(arch, executed):
     "settings, complaint",
     [
         ({"resident": 0}, "resident is 0; a GPU holds at least one CTA"),
-        ({"starved": -1}, "starved is -1; warps of a CTA are counted from 0"),
+        ({"starved": -1}, "starved is -1; warps of a CTA are 0 to 31, at most"),
+        ({"starved": 32}, "starved is 32; warps of a CTA are 0 to 31, at most"),
         ({"held": 0}, "held is 0; lines of PTX are counted from 1"),
     ],
 )
