@@ -163,7 +163,11 @@ def _per_head(x: Array, num_kv_heads: int) -> Array:
 
 def _einsum(spec: str, a: Array, b: Array) -> Array:
     dtype = jnp.promote_types(a.dtype, jnp.float32)
-    return jnp.einsum(spec, a, b, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST)
+    # With a preferred type, jnp.einsum refuses shorter operands where promotion is strict.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.einsum(
+            spec, a, b, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST
+        )
 
 
 def _where(visible: Array | None, x: Array, otherwise: float = 0.0) -> Array:

@@ -74,6 +74,11 @@ def packed(q, k, v):
     return jax_fa.attention_varlen(q[0], k[0], v[0], BORDERS, BORDERS + SHIFT, local_window_size=3)
 
 
+def masked(q, k, v):
+    seen = np.tril(np.ones((1, 1, 10, 12), bool))
+    return jax_fa.attention(q, k, v, mask=jnp.asarray(seen))
+
+
 def output_and_gradients(attend, *arrays):
     out, pull = jax.vjp(attend, *arrays)
     return out, *pull(out)
@@ -83,6 +88,7 @@ CASES = {
     "dense": partial(output_and_gradients, dense),
     "packed": partial(output_and_gradients, packed),
     "dense, jit": jax.jit(partial(output_and_gradients, dense)),
+    "masked": partial(output_and_gradients, masked),
 }
 
 
