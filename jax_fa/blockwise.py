@@ -151,7 +151,7 @@ def _with_tangent_jvp(
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(reference.wide(x.dtype))
 
 
 # ------------------------------------------------------------------------------------------ blocks

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
@@ -23,6 +22,7 @@ from jax_fa import bindings, blockwise, emulated, sharding
 from jax_fa.choice import Emulation, Forced, choose
 from jax_fa.partitioning import Call
 from jax_fa.problem import Gradients, Operands, Problem, Semantics
+from jax_fa.reference import wide
 from jax_fa.sequences import in_one_row, with_slot_in_front
 
 
@@ -110,7 +110,7 @@ def _forward_abstract(*arrays: Any, names: tuple[str, ...], **params: Any) -> li
     operands, _rest = _split(names, arrays)
     query = operands.q
     batch, q_len, heads, _ = query.shape
-    lse_dtype = jnp.promote_types(np.float32, query.dtype)
+    lse_dtype = wide(query.dtype)
     shapes = {"out": (batch, q_len, heads, operands.v.shape[3]), "lse": (batch, q_len, heads)}
     operation = Call("fwd", "", names, params["semantics"]).names
     return [

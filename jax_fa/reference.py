@@ -161,13 +161,15 @@ def _per_head(x: Array, num_kv_heads: int) -> Array:
     return x.reshape(batch, *split, q_len, kv_len)
 
 
+def wide(dtype: Any) -> Any:
+    """The type in which sums over elements of ``dtype`` are formed, and the LSE given."""
+    # Said without promotion of types, which users may make strict.
+    return dtype if dtype == jnp.float64 else jnp.dtype(jnp.float32)
+
+
 def _einsum(spec: str, a: Array, b: Array) -> Array:
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
-    # With a preferred type, jnp.einsum refuses shorter operands where promotion is strict.
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.einsum(
-            spec, a, b, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST
-        )
+    dtype = wide(a.dtype)
+    return jnp.einsum(spec, a, b, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST)
 
 
 def _where(visible: Array | None, x: Array, otherwise: float = 0.0) -> Array:

@@ -79,6 +79,10 @@ def masked(q, k, v):
     return jax_fa.attention(q, k, v, mask=jnp.asarray(seen))
 
 
+def short(x):
+    return x.astype(jnp.bfloat16)
+
+
 def output_and_gradients(attend, *arrays):
     out, pull = jax.vjp(attend, *arrays)
     return out, *pull(out)
@@ -89,6 +93,8 @@ CASES = {
     "packed": partial(output_and_gradients, packed),
     "dense, jit": jax.jit(partial(output_and_gradients, dense)),
     "masked": partial(output_and_gradients, masked),
+    "masked, bfloat16": lambda *x: output_and_gradients(masked, *map(short, x)),
+    "dense, bfloat16": lambda *x: output_and_gradients(dense, *map(short, x)),
 }
 
 
