@@ -207,12 +207,11 @@ def _weighted(weights: Array, v: Array, visible: Array | None) -> Array:
     if visible is None:
         return _einsum("bkgts,bskd->btkgd", weights, v)
     sums = _einsum("bkgts,bskd->btkgd", weights, _finite(v))
-    batch, kv_len, num_kv_heads, value_dim = v.shape
+    value_dim = v.shape[3]
     above, below = (jnp.isnan(v) | (v == infinity) for infinity in (jnp.inf, -jnp.inf))
-    shape = (batch, num_kv_heads, visible.shape[2], weights.shape[3], kv_len)
     seen = _einsum(
         "bkgts,bskd->btkgd",
-        jnp.broadcast_to(visible, shape).astype(jnp.bfloat16),
+        _where(visible, jnp.ones_like(weights, jnp.bfloat16)),
         jnp.concatenate([above, below], axis=-1).astype(jnp.bfloat16),
     )
     sums += jnp.where(seen[..., :value_dim] > 0, jnp.inf, 0).astype(sums.dtype)

@@ -52,6 +52,7 @@ def ask(hook, *, driver=None, settings=None, setup="", **environment):
     variables = {k: v for k, v in os.environ.items() if k != "JAX_FA_GPU"} | environment
     variables["PYTHONPATH"] = str(ROOT / "ffi")
     variables["LD_LIBRARY_PATH"] = str(driver or "")
+    variables["CUDA_VISIBLE_DEVICES"] = ""  # of a real driver, which the stand-in does not heed
     process = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
     )
