@@ -14,6 +14,7 @@ from jax_fa.api import explain as explain
 from jax_fa.api import forward as forward
 from jax_fa.bindings import export_disabled_checks as export_disabled_checks
 from jax_fa.bindings import register as _register
+from jax_fa.drop_in import replace_jax_nn as replace_jax_nn
 from jax_fa.emulated import emulation as emulation
 from jax_fa.operations import FallbackWarning as FallbackWarning
 from jax_fa.partitioning import register as _register_partitioner

@@ -86,6 +86,7 @@ TOWERS = {
         Layer("checks", "jax numpy"),
         Layer("arguments", "jax numpy"),
         Layer("api", "jax numpy"),
+        Layer("drop_in", "jax"),
         Layer("parallel", "jax"),
         Layer("__init__"),
         Layer("__main__", "jax jaxlib"),
