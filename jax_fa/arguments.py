@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_fa import checks, emulated, mask_mods, sequences
-from jax_fa.band import UNBOUNDED, Alignment, Band
+from jax_fa.band import Alignment, Band
 from jax_fa.checks import Numbers
 from jax_fa.choice import IMPLEMENTATIONS, Forced, Implementation
 from jax_fa.problem import Operands, Semantics
@@ -412,10 +412,7 @@ def _mask_mod(options: Options) -> str | None:
 def _band(options: Options) -> Band:
     alignment = options.get("causal_alignment", "top_left")
     checks.name_among("causal_alignment", alignment, get_args(Alignment))
-    left, right = (
-        None if side is None else max(-UNBOUNDED, min(side, UNBOUNDED))
-        for side in _window(options.get("local_window_size"))
-    )
+    left, right = _window(options.get("local_window_size"))
     return Band(
         checks.flag("is_causal", options.get("is_causal", False)),
         left,
