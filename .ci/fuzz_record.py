@@ -13,8 +13,12 @@ from pathlib import Path
 INTS = (-(2**63), -(2**31), -1, 0, 1, 2, 3, 2**16, 2**29, 2**30 - 1, 2**30, 2**31, 2**40, 2**63 - 1)
 FLOATS = (0.0, -1.0, 1e-45, 3e38, 1e300, float("inf"), float("-inf"), float("nan"))
 EXTENTS = ("batch", "num_sequences", "q_len", "kv_len", "num_q_heads", "num_kv_heads")
+OF_MASK = ("mask_batch", "mask_heads", "mask_rows", "mask_width")
 POINTERS = ("q", "k", "v", "out", "lse")
-OPTIONAL = ("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "q_segments", "kv_segments")
+OPTIONAL = (
+    *("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "q_segments", "kv_segments"),
+    *("mask_words", "mask_map"),
+)
 BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dq_sum", "row_stats", "dkv_sums", "turns")
 
 
@@ -50,7 +54,12 @@ def problem(rng, variant):
         "window_right": 2**30 if "full" in variant else 0,
         "bottom_right": rng.random() < 0.5,
         "deterministic": operation == "bwd" and rng.random() < 0.5,
+        "kernel": variant.split("_", 2)[2],
     }
+    if "general" in variant and rng.random() < 0.4:
+        full = (batch, call["num_q_heads"], call["q_len"], -(-call["kv_len"] // 32))
+        call |= {name: rng.choice((1, x)) for name, x in zip(OF_MASK, full, strict=True)}
+        call |= {"mask_words": 0x3000, "mask_map": 0x4000}
     if "split" in variant:
         call |= {
             "num_splits": rng.choice((2, 3, 132, 133, 2**29)),
@@ -64,11 +73,13 @@ def problem(rng, variant):
 
 def add_fault(rng, call):
     """Changes one field to what no caller of ours would write."""
-    name = rng.choice((*call, *EXTENTS, *EXTENTS, *OPTIONAL, "sinks", "dsinks", "mask_mod", "what"))
+    name = rng.choice(
+        (*call, *EXTENTS, *EXTENTS, *OF_MASK, *OPTIONAL, "sinks", "dsinks", "mask_mod", "what")
+    )
     values = (*INTS, *FLOATS, True, None, "", "x" * 5000, "a\0b", b"bytes", [1])
     if rng.random() < 0.1:
         call.pop(name, None)
-    elif name in EXTENTS and rng.random() < 0.8:
+    elif name in (*EXTENTS, *OF_MASK) and rng.random() < 0.8:
         call[name] = rng.choice(INTS)
     else:
         call[name] = rng.choice(values)

@@ -1,4 +1,4 @@
-"""Fails for what `python -m jax_fa.inspect DIR --json FILE` found wrong, spills among it.
+"""Fails for what `python -m jax_fa.analysis DIR --json FILE` found wrong, spills among it.
 
 Usage: .ci/verdicts.py FILE
 """

@@ -1,14 +1,12 @@
 """``python -m benchmarks.cpu``: attention on the CPU, implementations side by side.
 
 Prints a Markdown table and whether the goals of the CPU platform are met; writes all samples
-(cpu.json) and how time and memory grow with the sequence length (cpu.png).
+(cpu.json) and how speed and memory change with the sequence length (cpu.png).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -16,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks import implementations, memory, report, workloads
+from benchmarks import figures, implementations, memory, report, workloads
 from benchmarks.report import Record
 from benchmarks.timing import CPU_PROTOCOL, Protocol, interleaved
 from benchmarks.workloads import DIRECTIONS, Direction, Workload
@@ -26,7 +24,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Goal:
-    """What ``workloads.MAIN`` has to reach, in every dtype.
+    """Requirements on ``workloads.MAIN``, in every dtype.
 
     Attributes:
         other: the implementation compared with.
@@ -92,7 +90,7 @@ def goals(records: Iterable[Record]) -> list[str]:
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on besides the code."""
+    """Conditions of the figures besides the code."""
     model = next(
         (
             line.split(":")[1].strip()
@@ -101,11 +99,7 @@ def machine() -> dict[str, str]:
         ),
         platform.processor(),
     )
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("jax", "jaxlib", "torch")
-        if importlib.util.find_spec(name) is not None
-    }
+    versions = report.about("jax", "jaxlib", "torch")
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return {"cpu": f"{model}, {os.cpu_count()} cores", **versions, "load at the start": load}
 
@@ -144,11 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
     args.output.mkdir(parents=True, exist_ok=True)
-    report.write_json(records, about, args.output / "cpu.json")
-    report.plot_growth(
-        (r for r in records if r.workload in workloads.CPU_SCALING), args.output / "cpu.png"
-    )
-    lines = goals(records)
+    written = report.write_json(records, about, args.output / "cpu.json")
+    lines = [*goals(records), *figures.draw([written], args.output / "cpu.png")]
     print(f"\n{report.markdown(records)}\n", *lines, f"Written to {args.output}.", sep="\n")
     return int(any(line.startswith("MISSED") for line in lines))
 

@@ -1,8 +1,9 @@
 """``python -m benchmarks.gpu``: attention on a GPU, jax_fa and its peers in turns in one run.
 
 Prints a Markdown table with TFLOP/s and the share of a large matrix product measured in the same
-run, and whether the goals are met; writes all samples (gpu.json) and a plot (gpu.png). Inputs are
-64 MB each at 16384 tokens, more than the L2 cache of an H200 holds (60 MB): it is not flushed.
+run, and whether the goals are met; writes all samples (gpu.json) and draws speed and memory over
+the sequence length (gpu.png). Inputs are 64 MB each at 16384 tokens, more than the L2 cache of an
+H200 holds (60 MB): it is not flushed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import implementations, report, workloads
+from benchmarks import figures, implementations, report, workloads
 from benchmarks.report import SUBJECT, Record
 from benchmarks.timing import GPU_PROTOCOL, Protocol, interleaved
 from benchmarks.workloads import Direction, Workload
@@ -58,7 +60,7 @@ def matmul_flops_per_second(protocol: Protocol) -> float:
 
 def _runners(
     workload: Workload, dtype: str, direction: Direction
-) -> dict[str, implementations.Runner]:
+) -> dict[str, implementations.Program]:
     """jax_fa and the peers that take ``workload``."""
     made = {SUBJECT: implementations.jax_fa_runner(workload, dtype, direction)}
     if workload.is_deterministic:
@@ -81,7 +83,10 @@ def measure(
     """Runs jax_fa and its peers in turns."""
     runners = _runners(workload, dtype, direction)
     taken = interleaved(runners, protocol)
-    return [Record(workload, dtype, direction, name, taken[name]) for name in runners]
+    return [
+        Record(workload, dtype, direction, name, taken[name], runner.temporary_bytes)
+        for name, runner in runners.items()
+    ]
 
 
 def speedup(group: dict[str, Record], peer: str = PEER) -> float:
@@ -143,7 +148,7 @@ def goals(records: Sequence[Record], matmul: float) -> list[str]:
 
 
 def _relative_costs(records: Sequence[Record]) -> list[str]:
-    """What determinism, grouping, windows and packing cost."""
+    """The cost of determinism, grouping, windows and packing."""
     lines = []
     ours = {(r.workload.name, r.direction): r for r in records if r.implementation == SUBJECT}
     for group in report.compared(records):
@@ -176,45 +181,12 @@ def _relative_costs(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def plot(records: Sequence[Record], matmul: float, path: Path) -> None:
-    """Draws TFLOP/s over sequence length: a panel per head size and mask."""
-    from matplotlib.figure import Figure
-
-    panels: dict[str, dict[str, list[Record]]] = {}
-    for record in records:
-        if record.workload in workloads.GPU and record.direction != "backward":
-            title = record.workload.name.rpartition("_")[0]
-            line = f"{record.implementation}, {record.direction}"
-            panels.setdefault(title, {}).setdefault(line, []).append(record)
-    if not panels:
-        return
-    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
-    for axes, (title, lines) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
-        for label, line in lines.items():
-            axes.plot(
-                [r.workload.q_len for r in line],
-                [r.gflops_per_second / 1e3 for r in line],
-                label=label,
-                color=f"C{(SUBJECT, *PEERS).index(label.partition(',')[0])}",
-                linestyle="--" if "backward" in label else "-",
-                marker=".",
-            )
-        axes.axhline(matmul / 1e12, color="gray", linewidth=0.8, label=f"matmul {_MATMUL_SIZE}")
-        axes.set_xscale("log", base=2)
-        axes.set(title=title, xlabel="sequence length", ylabel="TFLOP/s", ylim=(0, None))
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend()
-    figure.savefig(path, dpi=120)
-
-
 def machine() -> dict[str, str]:
     """The GPU, its driver and the clocks at this moment."""
     fields = "name,driver_version,clocks.sm,clocks.mem,power.draw"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return {"gpu": done.stdout.strip() or "nvidia-smi gave nothing", "jax": jax.__version__}
+    return {"gpu": done.stdout.strip() or "nvidia-smi gave nothing"}
 
 
 def _selected(args: argparse.Namespace) -> list[Workload]:
@@ -246,9 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), metavar="DIR")
     args = parser.parse_args(argv)
     protocol = replace(GPU_PROTOCOL, rounds=args.rounds)
-    about = machine()
+    about: dict[str, Any] = {**machine(), **report.about("jax")}
     matmul = matmul_flops_per_second(protocol)
-    about["matmul TFLOP/s"] = f"{matmul / 1e12:.0f}"
+    about[figures.MATMUL] = [round(matmul / 1e12)]
     print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
     records: list[Record] = []
     for workload in _selected(args):
@@ -258,9 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(table(taken, matmul).splitlines()[-1], file=sys.stderr, flush=True)
     about["after the run"] = machine()["gpu"]
     args.output.mkdir(parents=True, exist_ok=True)
-    report.write_json(records, about, args.output / "gpu.json")
-    plot(records, matmul, args.output / "gpu.png")
-    lines = goals(records, matmul)
+    written = report.write_json(records, about, args.output / "gpu.json")
+    lines = [*goals(records, matmul), *figures.draw([written], args.output / "gpu.png")]
     print(f"\n{table(records, matmul)}\n", *lines, f"Written to {args.output}.", sep="\n")
     return int(any(line.startswith("MISSED") for line in lines))
 

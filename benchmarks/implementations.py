@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,27 @@ Runner = Callable[[], Any]
 """Runs once and returns the results; those of JAX may still be on the way."""
 
 
+@dataclass(frozen=True)
+class Program:
+    """A ``Runner``: what XLA compiled, and what it is called with."""
+
+    compiled: Any
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        """Runs once."""
+        return self.compiled(*self.arguments)
+
+    @property
+    def temporary_bytes(self) -> int | None:
+        """Memory above inputs and outputs as XLA laid it out; None where it does not say.
+
+        On a GPU that is all of it: kernels get their scratch from XLA.
+        """
+        planned = self.compiled.memory_analysis()
+        return None if planned is None else planned.temp_size_in_bytes
+
+
 def arrays(workload: Workload) -> dict[str, np.ndarray]:
     """Inputs and the output's cotangent, float32, the same for every implementation."""
     generator = np.random.default_rng(0)
@@ -30,7 +52,7 @@ def arrays(workload: Workload) -> dict[str, np.ndarray]:
 
 def jax_runner(
     attention: Callable[..., Any], workload: Workload, dtype: str, direction: Direction
-) -> Runner:
+) -> Program:
     """A runner of anything with the signature of ``jax.nn.dot_product_attention``."""
     inputs = {name: jnp.asarray(x, dtype) for name, x in arrays(workload).items()}
     apply = partial(attention, is_causal=workload.is_causal, local_window_size=workload.window)
@@ -46,10 +68,10 @@ def jax_runner(
         dout = inputs.pop("dout")
         _, pullback = jax.jit(lambda q, k, v: jax.vjp(apply, q, k, v))(**inputs)
         pull = jax.jit(lambda pullback, dout: pullback(dout)).lower(pullback, dout).compile()
-        return lambda: pull(pullback, dout)
+        return Program(pull, (pullback, dout))
     function = forward if direction == "forward" else forward_backward
-    compiled = jax.jit(function).lower(**inputs).compile()
-    return lambda: compiled(**inputs)
+    arguments = tuple(inputs.values())
+    return Program(jax.jit(function).lower(*arguments).compile(), arguments)
 
 
 def torch_runner(workload: Workload, dtype: str, direction: Direction) -> Runner:
@@ -77,7 +99,7 @@ def torch_runner(workload: Workload, dtype: str, direction: Direction) -> Runner
     return forward_backward
 
 
-def jax_fa_runner(workload: Workload, dtype: str, direction: Direction) -> Runner:
+def jax_fa_runner(workload: Workload, dtype: str, direction: Direction) -> Program:
     """A runner of ``jax_fa.attention``."""
     keywords: dict[str, Any] = {"deterministic": workload.is_deterministic}
     if workload.num_documents > 1:
@@ -87,7 +109,7 @@ def jax_fa_runner(workload: Workload, dtype: str, direction: Direction) -> Runne
     return jax_runner(partial(jax_fa.attention, **keywords), workload, dtype, direction)
 
 
-def pallas_runner(workload: Workload, dtype: str, direction: Direction) -> Runner:
+def pallas_runner(workload: Workload, dtype: str, direction: Direction) -> Program:
     """A runner of JAX's Pallas attention for Hopper, in the block sizes of its own benchmark.
 
     It does not scale logits, which costs nothing either way. Raises ValueError for what it does
@@ -123,7 +145,7 @@ RUNNERS: dict[str, Callable[[Workload, str, Direction], Runner]] = {
 
 
 def is_available(name: str, workload: Workload) -> bool:
-    """Whether an implementation is installed and can run a workload without a T x S mask array."""
+    """True if an implementation is installed and can run a workload without a T x S mask array."""
     if name != "torch":
         return True
     return workload.window is None and importlib.util.find_spec("torch") is not None

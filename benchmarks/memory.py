@@ -1,4 +1,4 @@
-"""How much memory an implementation needs above inputs and outputs: measured in a new process.
+"""Memory that an implementation needs above inputs and outputs, measured in a new process.
 
 ``python -m benchmarks.memory`` is that process; ``peak_bytes`` starts it.
 """

@@ -1,14 +1,18 @@
-"""What was measured: records, and what people and programs read of them (Markdown, JSON, PNG)."""
+"""Records of measurements, and their forms for people and programs (Markdown, JSON)."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jax_fa
 from benchmarks.timing import Samples
 from benchmarks.workloads import Direction, Workload
 
@@ -81,45 +85,25 @@ def markdown(records: Iterable[Record]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def write_json(records: Sequence[Record], machine: Mapping[str, Any], path: Path) -> None:
-    """Writes all samples, and the machine that they were taken on."""
-    content = {"machine": dict(machine), "records": [record.as_json() for record in records]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+def about(*packages: str) -> dict[str, str]:
+    """The date, and versions of jax_fa and of those ``packages`` that are installed."""
+    found = {name: metadata.version(name) for name in packages if find_spec(name) is not None}
+    return {"date": datetime.date.today().isoformat(), "jax_fa": jax_fa.__version__, **found}
 
 
-def plot_growth(records: Iterable[Record], path: Path) -> None:
-    """Draws time and memory over length, a line per implementation and direction, if any."""
-    from matplotlib.figure import Figure
+def write_json(records: Sequence[Record], machine: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Writes all samples, and the machine that they were taken on; returns what it wrote.
 
-    lines: dict[tuple[str, Direction], list[Record]] = {}
-    for record in records:
-        lines.setdefault((record.implementation, record.direction), []).append(record)
-    if not lines:
-        return
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    time_axes, memory_axes = figure.subplots(1, 2)
-    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in lines))}
-    for (name, direction), line in lines.items():
-        style = {
-            "label": f"{name}, {direction}",
-            "color": colors[name],
-            "linestyle": "-" if direction == "forward" else "--",
-            "marker": ".",
-        }
-        lengths = [record.workload.q_len for record in line]
-        time_axes.plot(lengths, [1e3 * record.samples.median for record in line], **style)
-        measured = [r for r in line if r.peak_bytes is not None]
-        memory_axes.plot(
-            [r.workload.q_len for r in measured],
-            [max(r.peak_bytes or 0, 2**16) / 2**20 for r in measured],
-            **style,
-        )
-    time_axes.set(title="time", ylabel="ms")
-    memory_axes.set(title="memory above inputs and outputs", ylabel="MB")
-    for axes in (time_axes, memory_axes):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("sequence length")
-        axes.grid(alpha=0.3)
-    time_axes.legend()
-    figure.savefig(path, dpi=120)
+    Records of peers say, as "speedup", how many times as fast the subject is.
+    """
+    written = []
+    for group in compared(records):
+        for name, record in group.items():
+            found = record.as_json()
+            if name != SUBJECT and SUBJECT in group:
+                found["speedup"] = group[SUBJECT].samples.speedup_over(record.samples)
+            written.append(found)
+    lines = ",\n".join(f"  {json.dumps(record)}" for record in written)
+    head = json.dumps({"machine": dict(machine)}, indent=1).removesuffix("\n}")
+    path.write_text(f'{head},\n "records": [\n{lines}\n ]\n}}\n')
+    return {"machine": dict(machine), "records": written}

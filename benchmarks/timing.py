@@ -1,4 +1,4 @@
-"""How it is measured: candidates take turns in one run, so that drift meets all of them alike."""
+"""Timing: candidates take turns in one run, so that drift affects all of them alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Protocol:
-    """How often a candidate runs.
+    """The number of times a candidate runs.
 
     Attributes:
         warmup: untimed runs of each candidate.
@@ -52,7 +52,7 @@ class Samples:
         return float(low), float(high)
 
     def speedup_over(self, other: Samples) -> float:
-        """How many times as fast as ``other``: the median over rounds that both ran."""
+        """The speedup over ``other``: the median over rounds that both ran."""
         return float(np.median(np.divide(other.seconds, self.seconds)))
 
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from benchmarks import gpu
 from benchmarks.timing import Protocol, Samples, interleaved
-from jax_fa import demo_data
-from jax_fa.choice import Implementation
-from jax_fa.demo_model import ModelConfig
-from jax_fa.demo_training import TrainConfig, make_trainer
+from jax_fa.demo import data
+from jax_fa.demo.model import ModelConfig
+from jax_fa.demo.training import TrainConfig, make_trainer
+from jax_fa.runtime.dispatch import Implementation
 
 _MODEL = ModelConfig(
     context=4096, num_layers=16, d_model=2048, num_heads=16, num_kv_heads=16, dtype="bfloat16"
@@ -50,7 +50,7 @@ class Run:
     """A model in training: each call is one step, and its loss is kept."""
 
     def __init__(
-        self, implementation: Implementation | None, text: demo_data.Text, perturbation: float = 0
+        self, implementation: Implementation | None, text: data.Text, perturbation: float = 0
     ) -> None:
         model = replace(_MODEL, implementation=implementation)
         self._trainer, self._state = make_trainer(model, _TRAINING)
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=_PROTOCOL.rounds)
     parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), metavar="DIR")
     args = parser.parse_args(argv)
-    text = demo_data.read(None, _MODEL.context)
+    text = data.read(None, _MODEL.context)
     runs = {
         name: Run(implementation, text, _PERTURBATION if name == _CONTROL else 0)
         for name, implementation in _IMPLEMENTATIONS.items()

@@ -1,4 +1,4 @@
-"""What is measured: named attention problems, the same for every platform and implementation."""
+"""Named attention problems, the same for every platform and implementation."""
 
 from __future__ import annotations
 
@@ -144,4 +144,4 @@ GPU_DETERMINISTIC = tuple(
     for is_causal in (False, True)
     for length in (1024, 4096, 16384)
 )
-"""What bitwise repeatable gradients cost."""
+"""The cost of bitwise-reproducible gradients."""

@@ -14,23 +14,6 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-constexpr const char* kInputs[] = {
-    "q",
-    "k",
-    "v",
-    "q_lengths",
-    "kv_lengths",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "q_segments",
-    "kv_segments",
-    "q_offset",
-    "sinks",
-};
-constexpr const char* kBackwardInputs[] = {"out", "lse", "dout", "dlse"};
-constexpr const char* kForwardOutputs[] = {"out", "lse"};
-constexpr const char* kBackwardOutputs[] = {"dq", "dk", "dv", "dsinks"};
-
 using Shape = std::vector<int64_t>;
 
 // Text is put together without streams: in processes with another C++ library beside this
@@ -75,57 +58,99 @@ std::string Join(const std::vector<std::string>& names) {
   return text;
 }
 
-// The names of a call's arrays, in order.
-struct Signature {
-  const char* operation;
-  std::vector<std::string> operands;
-  std::vector<std::string> results;
-  std::vector<std::string> scratch;  // on CUDA, further results
-  bool needs_scratch;                // or it may be left out
+using Names = std::vector<std::string>;
+
+// Collects the names of what is visited.
+struct Collect {
+  Names* names;
+  template <typename Pointer>
+  void operator()(const Array& array, const Pointer&) const {
+    names->push_back(array.name);
+  }
 };
 
-// Reads buffers by position and remembers the first complaint, so that callers read as a list.
+template <typename Params, typename Visit>
+Names NamesOf(const Visit& visit) {
+  Names names;
+  const Params params{};
+  visit(params, Collect{&names});
+  return names;
+}
+
+template <typename Params>
+Names OperandsOf() {
+  return NamesOf<Params>([](auto& params, auto&& collect) { Params::Operands(params, collect); });
+}
+
+template <typename Params>
+Names ResultsOf() {
+  return NamesOf<Params>([](auto& params, auto&& collect) { Params::Results(params, collect); });
+}
+
+template <typename Params>
+Names ScratchOf() {
+  return NamesOf<Params>([](auto& params, auto&& collect) { Params::Scratch(params, collect); });
+}
+
+// Reads buffers by position and remembers the first complaint.
 class Reader {
  public:
-  // Complains unless there are as many operands and results as the signature has.
-  Reader(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Signature& signature,
-         Platform platform)
-      : args_(args), rets_(rets), operation_(signature.operation) {
-    const auto& [_, operands, results, scratch, needs_scratch] = signature;
-    if (args.size() != operands.size()) {
-      Complain("takes " + std::to_string(operands.size()) + " operands (" + Join(operands) +
-               "), but got " + std::to_string(args.size()));
+  Reader(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const char* title)
+      : args_(args), rets_(rets), title_(title) {}
+
+  // Complains unless there are as many operands and results as the operation has; whether scratch
+  // is among them.
+  template <typename Params>
+  bool CheckNumbers(Platform platform) {
+    if (args_.size() > Params::kNumOperands ||
+        args_.size() < Params::kNumOperands - Params::kNumAddedOperands) {
+      Complain("takes " + std::to_string(Params::kNumOperands) + " operands (" +
+               Join(OperandsOf<Params>()) + "), but got " + std::to_string(args_.size()));
     }
-    const size_t least = results.size(), most = results.size() + scratch.size();
+    constexpr size_t least = Params::kNumResults, most = least + Params::kNumScratch;
     const bool takes_scratch = platform == Platform::kCuda;
-    has_scratch_ = takes_scratch && rets.size() == most;
-    if (has_scratch_ || (rets.size() == least && !(takes_scratch && needs_scratch))) return;
-    std::string expected = std::to_string(least) + " results (" + Join(results) + ")";
+    if (takes_scratch && rets_.size() == most) return true;
+    if (rets_.size() == least && (!takes_scratch || Params::kMayLackScratch)) return false;
+    std::string expected = std::to_string(least) + " results (" + Join(ResultsOf<Params>()) + ")";
     if (takes_scratch) {
-      expected += std::string(needs_scratch ? " and" : ", or these and") + " as scratch " +
-                  std::to_string(scratch.size()) + " more (" + Join(scratch) + ")";
+      expected += std::string(Params::kMayLackScratch ? ", or these and" : " and") +
+                  " as scratch " + std::to_string(Params::kNumScratch) + " more (" +
+                  Join(ScratchOf<Params>()) + ")";
     }
-    Complain("gives " + expected + ", but " + std::to_string(rets.size()) + " are asked for");
+    Complain("gives " + expected + ", but " + std::to_string(rets_.size()) + " are asked for");
+    return false;
   }
 
-  // The next operand or result; its element type and shape must be as given.
-  void* Next(const char* name, ffi::DataType dtype, const Shape& shape) {
-    return Checked(Take(), name, dtype, {shape});
+  // The element type and the extents that arrays are to have from now on.
+  void Expect(ffi::DataType element, const Problem& problem) {
+    element_ = element;
+    Expect(problem);
   }
-  // The same, or null for an array without elements, which may also have shape [0].
-  void* NextOptional(const char* name, ffi::DataType dtype, const Shape& shape) {
+  void Expect(const Problem& problem) { extents_ = ExtentsOf(problem); }
+  // The next operand or result, whose element type and shape must be as expected. Null for one that
+  // is absent: without elements, which may also have shape [0], or behind the last of an older
+  // program.
+  template <typename T>
+  void Next(const Array& array, T** pointer) {
+    if (!reading_results_ && next_ >= args_.size()) return;
     const std::optional<ffi::AnyBuffer> buffer = Take();
-    void* data = Checked(buffer, name, dtype, {shape, {0}});
-    return buffer.has_value() && buffer->element_count() > 0 ? data : nullptr;
-  }
-  void* Next(const ScratchArray& array) {
-    return Next(array.name, array.is_int32 ? ffi::DataType::S32 : ffi::DataType::F32, array.shape);
+    if (!buffer.has_value() || !Check(*buffer, array)) return;
+    if (array.is_optional && buffer->element_count() == 0) return;
+    *pointer = static_cast<T*>(buffer->untyped_data());
   }
   // An operand, without a check.
   std::optional<ffi::AnyBuffer> PeekOperand(size_t index) { return Buffer(args_, index); }
-  // The first extent of the next result; 0 if it has none.
-  int64_t PeekExtent() const {
-    auto buffer = rets_.get<ffi::AnyBuffer>(next_);
+  // The shape of an operand that may be absent; then it has none.
+  Shape PeekShape(size_t index) {
+    if (index >= args_.size()) return {};
+    const std::optional<ffi::AnyBuffer> buffer = Buffer(args_, index);
+    if (!buffer) return {};
+    const Shape shape(buffer->dimensions().begin(), buffer->dimensions().end());
+    return shape == Shape{0} ? Shape{} : shape;  // of an empty problem it may have extents of 0
+  }
+  // The first extent of a result; 0 if it has none.
+  int64_t PeekExtent(size_t index) const {
+    auto buffer = rets_.get<ffi::AnyBuffer>(index);
     const bool has_rank = buffer.has_value() && (*buffer)->dimensions().size() > 0;
     return has_rank ? (*buffer)->dimensions()[0] : 0;
   }
@@ -134,12 +159,11 @@ class Reader {
     next_ = 0;
   }
   void Complain(const std::string& what) {
-    if (error_.empty()) error_ = std::string(operation_) + ": " + what;
+    if (error_.empty()) error_ = std::string(title_) + ": " + what;
   }
   void Complain(const Complaint& complaint) {
     if (complaint) Complain(*complaint);
   }
-  bool has_scratch() const { return has_scratch_; }
   bool ok() const { return error_.empty(); }
   ffi::Error error() const { return ffi::Error::InvalidArgument(error_); }
 
@@ -158,25 +182,37 @@ class Reader {
     Complain(buffer.error().message());
     return std::nullopt;
   }
-  // The data of a buffer of that type and one of these shapes.
-  void* Checked(const std::optional<ffi::AnyBuffer>& buffer, const char* name, ffi::DataType dtype,
-                const std::vector<Shape>& shapes) {
-    if (!buffer.has_value()) return nullptr;
-    const Shape got(buffer->dimensions().begin(), buffer->dimensions().end());
-    const bool fits = std::find(shapes.begin(), shapes.end(), got) != shapes.end();
-    if (buffer->element_type() != dtype || !fits) {
-      Complain(std::string(name) + " should be " + ToString(dtype) + ToString(shapes[0]) +
-               ", but is " + ToString(*buffer) +
-               (shapes.size() > 1 ? " (where there is none, " + ToString(dtype) + "[0])" : ""));
-      return nullptr;
+  ffi::DataType TypeOf(const Array& array) const {
+    switch (array.element) {
+      case Element::kFloat32:
+        return ffi::DataType::F32;
+      case Element::kInt32:
+        return ffi::DataType::S32;
+      default:
+        return element_;
     }
-    return buffer->untyped_data();
+  }
+  // Whether a buffer is what an array should be.
+  bool Check(const ffi::AnyBuffer& buffer, const Array& array) {
+    const auto got = buffer.dimensions();
+    bool fits = got.size() == array.rank;
+    for (size_t i = 0; fits && i < array.rank; ++i) fits = got[i] == extents_[array.dims[i]];
+    fits = fits || (array.is_optional && got.size() == 1 && got[0] == 0);
+    if (fits && buffer.element_type() == TypeOf(array)) return true;
+    Shape shape;
+    for (size_t i = 0; i < array.rank; ++i) shape.push_back(extents_[array.dims[i]]);
+    const std::string type = ToString(TypeOf(array));
+    Complain(std::string(array.name) + " should be " + type + ToString(shape) + ", but is " +
+             ToString(buffer) +
+             (array.is_optional ? " (where there is none, " + type + "[0])" : ""));
+    return false;
   }
 
   const ffi::RemainingArgs& args_;
   const ffi::RemainingRets& rets_;
-  const char* operation_;
-  bool has_scratch_ = false;
+  const char* title_;
+  ffi::DataType element_ = ffi::DataType::INVALID;
+  Extents extents_{};
   size_t next_ = 0;
   bool reading_results_ = false;
   std::string error_;
@@ -195,181 +231,104 @@ std::optional<DType> KernelDType(ffi::DataType dtype) {
   }
 }
 
-// What ReadInputs learns besides the parameters themselves: the shapes later operands repeat.
-struct Layout {
-  ffi::DataType dtype = ffi::DataType::INVALID;
-  Shape q, k, v, out, lse, sinks;
-};
-
-// Derives the extents from q, k, v and cu_seqlens_q; every other operand is checked against them.
-bool ReadExtents(Reader& reader, const Attributes& attributes, Problem* problem, Layout* layout) {
-  if (!reader.ok()) return false;
-  const auto q = reader.PeekOperand(0), k = reader.PeekOperand(1), v = reader.PeekOperand(2);
-  const auto cu_q = reader.PeekOperand(5);
-  if (!q || !k || !v || !cu_q) return false;
+// Derives the extents from q, k, v, cu_seqlens_q and mask_words, which is the operand at
+// `mask_place`; all arrays are checked against them.
+void ReadExtents(Reader& reader, size_t mask_place, Problem* p) {
+  const auto q = reader.PeekOperand(places::q), k = reader.PeekOperand(places::k);
+  const auto v = reader.PeekOperand(places::v);
+  const auto borders = reader.PeekOperand(places::cu_seqlens_q);
+  if (!q || !k || !v || !borders) return;
   const auto qd = q->dimensions(), kd = k->dimensions(), vd = v->dimensions();
   const std::optional<DType> dtype = KernelDType(q->element_type());
   if (!dtype || qd.size() != 4 || kd.size() != 4 || vd.size() != 4) {
     reader.Complain("q, k and v should be float32, bfloat16 or float16 arrays of rank 4, but are " +
                     ToString(*q) + ", " + ToString(*k) + " and " + ToString(*v));
-    return false;
+    return;
   }
-  const int64_t sequences =
-      cu_q->element_count() > 0 ? static_cast<int64_t>(cu_q->element_count()) - 1 : qd[0];
-  *problem = {*dtype,
-              qd[0],
-              sequences,
-              qd[1],
-              kd[1],
-              qd[2],
-              kd[2],
-              qd[3],
-              vd[3],
-              attributes.scale,
-              attributes.soft_cap,
-              attributes.window_left,
-              attributes.window_right,
-              attributes.bottom_right,
-              attributes.deterministic,
-              attributes.mask_mod};
-  reader.Complain(CheckProblem(*problem));
-  layout->dtype = q->element_type();
-  layout->q = {qd[0], qd[1], qd[2], qd[3]};
-  layout->k = {qd[0], kd[1], kd[2], qd[3]};
-  layout->v = {qd[0], kd[1], kd[2], vd[3]};
-  layout->out = {qd[0], qd[1], qd[2], vd[3]};
-  layout->lse = {qd[0], qd[1], qd[2]};
-  layout->sinks = {sequences, qd[2]};
-  return reader.ok();
-}
-
-// The operands both operations share; Params is FwdParams or BwdParams.
-template <typename Params>
-bool ReadInputs(Reader& reader, const Attributes& attributes, Params* params, Layout* layout) {
-  if (!ReadExtents(reader, attributes, &params->problem, layout)) return false;
-  const Problem& p = params->problem;
-  const auto ints = [&](const char* name, const Shape& shape) {
-    return static_cast<const int32_t*>(reader.NextOptional(name, ffi::DataType::S32, shape));
-  };
-  params->q = reader.Next("q", layout->dtype, layout->q);
-  params->k = reader.Next("k", layout->dtype, layout->k);
-  params->v = reader.Next("v", layout->dtype, layout->v);
-  params->extras.q_lengths = ints("q_lengths", {p.num_sequences});
-  params->extras.kv_lengths = ints("kv_lengths", {p.num_sequences});
-  params->extras.cu_seqlens_q = ints("cu_seqlens_q", {p.num_sequences + 1});
-  params->extras.cu_seqlens_k = ints("cu_seqlens_k", {p.num_sequences + 1});
-  params->extras.q_segments = ints("q_segments", {p.batch, p.q_len});
-  params->extras.kv_segments = ints("kv_segments", {p.batch, p.kv_len});
-  params->extras.q_offset = ints("q_offset", {p.num_sequences});
-  params->extras.sinks =
-      static_cast<const float*>(reader.NextOptional("sinks", ffi::DataType::F32, layout->sinks));
-  return reader.ok();
-}
-
-// Calls visit(name, field, is_required) for every attribute.
-template <typename Visit>
-void VisitAttributes(Attributes& attributes, Visit&& visit) {
-  visit("scale", attributes.scale, true);
-  visit("soft_cap", attributes.soft_cap, true);
-  visit("window_left", attributes.window_left, true);
-  visit("window_right", attributes.window_right, true);
-  visit("bottom_right", attributes.bottom_right, true);
-  visit("deterministic", attributes.deterministic, true);
-  visit("mask_mod", attributes.mask_mod, false);
-}
-
-template <size_t n>
-void Append(const char* const (&names)[n], std::vector<std::string>* out) {
-  out->insert(out->end(), names, names + n);
-}
-
-template <size_t n>
-std::vector<std::string> Names(const char* const (&names)[n]) {
-  std::vector<std::string> out;
-  Append(names, &out);
-  return out;
-}
-
-Signature SignatureOf(bool backward) {
-  if (!backward) {
-    return {"jax_fa forward", Names(kInputs), Names(kForwardOutputs), Names(kForwardScratch),
-            false};
+  p->dtype = *dtype;
+  p->batch = qd[0];
+  p->num_sequences =
+      borders->element_count() > 0 ? static_cast<int64_t>(borders->element_count()) - 1 : qd[0];
+  p->q_len = qd[1];
+  p->kv_len = kd[1];
+  p->num_q_heads = qd[2];
+  p->num_kv_heads = kd[2];
+  p->head_dim = qd[3];
+  p->value_dim = vd[3];
+  const Shape mask = reader.PeekShape(mask_place);
+  if (!mask.empty() && mask.size() != 4) {
+    reader.Complain("mask_words should have rank 4, but has shape " + ToString(mask));
+    return;
   }
-  std::vector<std::string> operands = Names(kInputs);
-  Append(kBackwardInputs, &operands);
-  return {"jax_fa backward", operands, Names(kBackwardOutputs), Names(kBackwardScratch), true};
+  if (!mask.empty()) {
+    p->mask_batch = mask[0];
+    p->mask_heads = mask[1];
+    p->mask_rows = mask[2];
+    p->mask_width = mask[3];
+  }
+  reader.Complain(CheckProblem(*p));
+  if (reader.ok()) reader.Expect(q->element_type(), *p);
 }
+
+// Of a forward that has scratch: in how many parts the keys are, which its first array tells.
+void ReadSplits(Reader& reader, FwdParams* params) {
+  Problem& p = params->problem;
+  p.num_splits = reader.PeekExtent(FwdParams::kNumResults);
+  if (p.num_splits < 2 || p.num_splits > kMaxSplits) {
+    reader.Complain("out_parts should have 2 to " + std::to_string(kMaxSplits) +
+                    " parts, but has " + std::to_string(p.num_splits));
+    return;
+  }
+  reader.Expect(p);
+}
+void ReadSplits(Reader&, BwdParams*) {}
 
 }  // namespace
 
-ffi::ErrorOr<FwdParams> ForwardParams(const ffi::RemainingArgs& args,
-                                      const ffi::RemainingRets& rets, const Attributes& attributes,
-                                      Platform platform) {
-  Reader reader(args, rets, SignatureOf(false), platform);
-  FwdParams params{};
-  Layout layout;
-  if (!ReadInputs(reader, attributes, &params, &layout)) return ffi::Unexpected(reader.error());
-  reader.ReadResults();
-  params.out = reader.Next("out", layout.dtype, layout.out);
-  params.lse = static_cast<float*>(reader.Next("lse", ffi::DataType::F32, layout.lse));
-  if (reader.has_scratch()) {
-    FwdScratch& scratch = params.scratch;
-    scratch.num_splits = reader.PeekExtent();
-    if (scratch.num_splits < 2 || scratch.num_splits > kMaxSplits) {
-      reader.Complain("out_parts should have 2 to " + std::to_string(kMaxSplits) +
-                      " parts, but has " + std::to_string(scratch.num_splits));
-      return ffi::Unexpected(reader.error());
-    }
-    const std::vector<ScratchArray> arrays = ForwardScratch(params.problem, scratch.num_splits);
-    scratch.out_parts = reader.Next(arrays[0]);
-    scratch.lse_parts = reader.Next(arrays[1]);
+template <typename Params>
+ffi::ErrorOr<Params> Read(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                          const Attributes& attributes, Platform platform) {
+  Reader reader(args, rets, Params::kTitle);
+  Params params{};
+  params.problem = attributes.problem;
+  if (!attributes.problem.mask_mod.empty()) {
+    return ffi::Unexpected(
+        ffi::Error(ffi::ErrorCode::kUnimplemented,
+                   "jax_fa: the program calls kernels that were compiled with the mask function '" +
+                       std::string(attributes.problem.mask_mod) +
+                       "', which this release has none of; trace it again with mask_mod=function"));
   }
+  const bool has_scratch = reader.CheckNumbers<Params>(platform);
+  constexpr size_t mask_place = Params::kNumOperands - Params::kNumAddedOperands;
+  if (reader.ok()) ReadExtents(reader, mask_place, &params.problem);
+  if (!reader.ok()) return ffi::Unexpected(reader.error());
+  const auto next = [&reader](const Array& array, auto*& pointer) { reader.Next(array, &pointer); };
+  Params::Operands(params, next);
+  reader.ReadResults();
+  Params::Results(params, next);
+  if (has_scratch) ReadSplits(reader, &params);
+  if (has_scratch && reader.ok()) Params::Scratch(params, next);
   if (reader.ok()) reader.Complain(CheckArrays(params));
   if (!reader.ok()) return ffi::Unexpected(reader.error());
   return params;
 }
 
-ffi::ErrorOr<BwdParams> BackwardParams(const ffi::RemainingArgs& args,
-                                       const ffi::RemainingRets& rets, const Attributes& attributes,
-                                       Platform platform) {
-  Reader reader(args, rets, SignatureOf(true), platform);
-  BwdParams params{};
-  Layout layout;
-  if (!ReadInputs(reader, attributes, &params, &layout)) return ffi::Unexpected(reader.error());
-  params.out = reader.Next("out", layout.dtype, layout.out);
-  params.lse = static_cast<const float*>(reader.Next("lse", ffi::DataType::F32, layout.lse));
-  params.dout = reader.Next("dout", layout.dtype, layout.out);
-  params.dlse =
-      static_cast<const float*>(reader.NextOptional("dlse", ffi::DataType::F32, layout.lse));
-  reader.ReadResults();
-  params.dq = reader.Next("dq", layout.dtype, layout.q);
-  params.dk = reader.Next("dk", layout.dtype, layout.k);
-  params.dv = reader.Next("dv", layout.dtype, layout.v);
-  params.dsinks =
-      static_cast<float*>(reader.NextOptional("dsinks", ffi::DataType::F32, layout.sinks));
-  if (reader.has_scratch()) {
-    const std::vector<ScratchArray> arrays = BackwardScratch(params.problem);
-    params.scratch.dq_sum = reader.Next(arrays[0]);
-    params.scratch.row_stats = reader.Next(arrays[1]);
-    params.scratch.dkv_sums = reader.Next(arrays[2]);
-    params.scratch.turns = reader.Next(arrays[3]);
-  }
-  if (reader.ok()) reader.Complain(CheckArrays(params));
-  if (!reader.ok()) return ffi::Unexpected(reader.error());
-  return params;
-}
+template ffi::ErrorOr<FwdParams> Read(const ffi::RemainingArgs&, const ffi::RemainingRets&,
+                                      const Attributes&, Platform);
+template ffi::ErrorOr<BwdParams> Read(const ffi::RemainingArgs&, const ffi::RemainingRets&,
+                                      const Attributes&, Platform);
 
-std::vector<std::string> OperandNames(bool backward) {
-  const Signature signature = SignatureOf(backward);
-  std::vector<std::string> names = signature.operands;
-  names.insert(names.end(), signature.results.begin(), signature.results.end());
+Names OperandNames(bool backward) {
+  Names names = backward ? OperandsOf<BwdParams>() : OperandsOf<FwdParams>();
+  const Names results = backward ? ResultsOf<BwdParams>() : ResultsOf<FwdParams>();
+  names.insert(names.end(), results.begin(), results.end());
   return names;
 }
 
-std::vector<std::string> AttributeNames() {
-  std::vector<std::string> names;
-  Attributes attributes{};
-  VisitAttributes(attributes, [&](const char* name, auto&, bool) { names.push_back(name); });
+Names AttributeNames() {
+  Names names;
+  Problem problem{};
+  Problem::Attributes(problem, [&](const char* name, auto&, bool) { names.push_back(name); });
   return names;
 }
 
@@ -384,7 +343,7 @@ std::optional<jax_fa::Attributes> AttrDecoding<jax_fa::Attributes>::Decode(
   jax_fa::Attributes attributes{};
   size_t num_known = 0;
   bool ok = true;
-  jax_fa::VisitAttributes(attributes, [&](const char* name, auto& field, bool is_required) {
+  const auto decode = [&](const char* name, auto& field, bool is_required) {
     if (!given->contains(name)) {
       if (is_required) diagnostic.Emit("jax_fa: no attribute ") << name << ". ";
       ok = ok && !is_required;
@@ -398,7 +357,8 @@ std::optional<jax_fa::Attributes> AttrDecoding<jax_fa::Attributes>::Decode(
     } else {
       field = *value;
     }
-  });
+  };
+  jax_fa::Problem::Attributes(attributes.problem, decode);
   // A newer program asks for what this library cannot know to be without effect.
   if (given->size() != num_known) {
     diagnostic.Emit("jax_fa: the program was made by a newer release, whose attributes are");

@@ -1,6 +1,6 @@
 // Exact attention on the CPU: blocked online softmax, forward and backward.
 //
-// Reading order: jax_fa/problem.py (conventions), this file, attention_cpu_kernels.cc (the
+// Reading order: jax_fa/spec/problem.py (conventions), this file, attention_cpu_kernels.cc (the
 // algorithm), attention_cpu_simd.h (vectors, exp2, the one matrix product), attention_cpu.cc
 // (sequences, tiles, choice of instruction set).
 #ifndef JAX_FA_ATTENTION_CPU_H_
@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "kernels.h"
+#include "schema.h"
 
 namespace jax_fa {
 

@@ -58,6 +58,12 @@ Problem RandomProblem(Fuzz& fuzz, bool is_packed) {
   p.window_left = fuzz.Maybe(50) ? kUnbounded : fuzz.HostileInt(p.kv_len);
   p.window_right = fuzz.Maybe(40) ? kUnbounded : fuzz.Maybe(50) ? 0 : fuzz.HostileInt(p.kv_len);
   p.bottom_right = fuzz.Maybe(50);
+  if (!is_packed && fuzz.Maybe(30)) {
+    p.mask_batch = fuzz.OneOf<int64_t>({1, p.batch});
+    p.mask_heads = fuzz.OneOf<int64_t>({1, p.num_q_heads});
+    p.mask_rows = fuzz.OneOf<int64_t>({1, p.q_len});
+    p.mask_width = fuzz.OneOf<int64_t>({1, (p.kv_len + 31) / 32});
+  }
   return p;
 }
 
@@ -83,6 +89,13 @@ Extras RandomExtras(Fuzz& fuzz, Heap& heap, const Problem& p, bool is_packed) {
     const bool is_sorted = fuzz.Maybe(50);
     extras.q_segments = Ints(fuzz, heap, p.batch * p.q_len, 2, is_sorted);
     extras.kv_segments = Ints(fuzz, heap, p.batch * p.kv_len, 2, is_sorted);
+  }
+  const int64_t words = p.mask_batch * p.mask_heads * p.mask_rows * p.mask_width;
+  if (words > 0) {
+    std::vector<int32_t> values(words);
+    for (int32_t& x : values) x = static_cast<int32_t>(fuzz.Int(INT32_MIN, INT32_MAX));
+    extras.mask_words = heap.Copy(values);
+    extras.mask_map = heap.Copy(std::vector<int32_t>{0});  // the CPU does without
   }
   if (fuzz.Maybe(30)) {
     extras.sinks = static_cast<const float*>(

@@ -92,6 +92,32 @@ struct Array {
 
 Array Input(const void* data, int64_t width) { return {const_cast<void*>(data), width}; }
 
+// A dense mask, of one sequence and one group of query heads.
+struct Dense {
+  const int32_t* words;  // of head 0 of the group; null: none
+  int64_t head_stride;   // strides are 0 where the mask is broadcast
+  int64_t row_stride;
+  int64_t word_stride;
+  int64_t group;
+
+  bool Shows(int64_t packed_row, int64_t key) const {
+    const int64_t row = packed_row / group;
+    const int64_t head = packed_row % group;
+    const int32_t word = words[head * head_stride + row * row_stride + key / 32 * word_stride];
+    return (static_cast<uint32_t>(word) >> (key % 32) & 1) != 0;
+  }
+};
+
+Dense MakeDense(const Problem& problem, const Extras& extras, const Tile& tile) {
+  const int64_t group = problem.num_q_heads / problem.num_kv_heads;
+  const int64_t head_words = problem.mask_rows * problem.mask_width;
+  const int64_t batch_stride = problem.mask_batch == 1 ? 0 : problem.mask_heads * head_words;
+  const int64_t head_stride = problem.mask_heads == 1 ? 0 : head_words;
+  const int64_t first = tile.sequence->index * batch_stride + tile.kv_head * group * head_stride;
+  return {extras.mask_words ? extras.mask_words + first : nullptr, head_stride,
+          problem.mask_rows == 1 ? 0 : problem.mask_width, problem.mask_width == 1 ? 0 : 1, group};
+}
+
 // The walked rows that each lane of a panel sees.
 struct Band {
   int64_t first;  // row of lane 0
@@ -182,15 +208,39 @@ struct Mask {
   Vi hi[kPanelVectors];
   Vi segment[kPanelVectors];
   const int32_t* walked_segments;
+  const int32_t* shown;  // [rows of the span, kPanel] -1 or 0: what a dense mask says; or null
 
   Vi Sees(int v, int64_t row) const {
     const Vi index = Splat(static_cast<int32_t>(row));
-    const Vi in_band = (index >= lo[v]) & (index < hi[v]);
-    return walked_segments ? in_band & (segment[v] == Splat(walked_segments[row])) : in_band;
+    Vi sees = (index >= lo[v]) & (index < hi[v]);
+    if (walked_segments) sees &= segment[v] == Splat(walked_segments[row]);
+    if (shown) sees &= Load(shown + row * kPanel + v * kLanes);
+    return sees;
   }
 };
 
-Mask MakeMask(const Band& band, const Block& block, const Span& span) {
+// Reads what a dense mask says of a span into shown [rows of the span, kPanel], -1 or 0. Sets in
+// the span what follows from it.
+template <Lanes kLanesAre>
+void ReadDense(const Dense& dense, const Band& band, const Block& block, Span* span,
+               int32_t* shown) {
+  int64_t num_shown = 0;
+  memset(shown, 0, span->count * kPanel * sizeof(int32_t));
+  for (int64_t j = 0; j < span->count; ++j) {
+    const int64_t walked = block.first + span->begin + j;
+    for (int64_t i = 0; i < band.count; ++i) {
+      const int64_t lane = band.first + i;
+      const bool shows =
+          kLanesAre == Lanes::kQueries ? dense.Shows(lane, walked) : dense.Shows(walked, lane);
+      shown[j * kPanel + i] = shows ? -1 : 0;
+      num_shown += shows;
+    }
+  }
+  if (num_shown < span->count * band.count) span->needs_mask = true;
+  if (num_shown == 0) span->count = 0;
+}
+
+Mask MakeMask(const Band& band, const Block& block, const Span& span, const int32_t* shown) {
   const int64_t first = block.first + span.begin;
   int32_t lo[kPanel];
   int32_t hi[kPanel];
@@ -205,6 +255,7 @@ Mask MakeMask(const Band& band, const Block& block, const Span& span) {
     mask.segment[v] = Load(band.segment + v * kLanes);
   }
   mask.walked_segments = block.segments ? block.segments + span.begin : nullptr;
+  mask.shown = shown;
   return mask;
 }
 
@@ -353,7 +404,8 @@ struct ForwardPanel {
   float* out;  // (Dv, lane), before the division by the sum
 };
 
-void Finish(const FwdParams& params, const Side& side, const ForwardPanel& panel, float* row) {
+// Divides a panel by its sums, and stores its rows of out and lse.
+void StoreOutput(const FwdParams& params, const Side& side, const ForwardPanel& panel, float* row) {
   float inverse[kPanel];
   for (int64_t i = 0; i < panel.band.count; ++i) {
     const float sum = panel.softmax.sum[i];
@@ -386,6 +438,7 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
   const Array q = Input(params.q, problem.head_dim);
   const Array k = Input(params.k, problem.head_dim);
   const Array v = Input(params.v, problem.value_dim);
+  const Dense dense = MakeDense(problem, params.extras, tile);
   const Logits logits(problem);
   const float* sinks = params.extras.sinks;
   if (sinks) sinks += tile.sequence->index * problem.num_q_heads + queries.first_head;
@@ -396,6 +449,7 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
   float* v_block = arena.Take(kBlock * v.width);  // (key, Dv)
   float* s = arena.Take(kBlock * kPanel);         // (key, lane)
   int32_t segments[kBlock];
+  int32_t shown[kBlock * kPanel];
   float rescale[kPanel];
 
   ForwardPanel panels[kMaxPanels];
@@ -419,7 +473,8 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
     bool v_finite = false;
     for (int64_t i = 0; i < num_panels; ++i) {
       ForwardPanel& panel = panels[i];
-      const Span span = Overlap(panel.band, block);
+      Span span = Overlap(panel.band, block);
+      if (dense.words) ReadDense<Lanes::kQueries>(dense, panel.band, block, &span, shown);
       if (span.count == 0) continue;
       if (!is_loaded) {
         LoadBlock(k, problem.dtype, keys, block, k_block);
@@ -427,7 +482,7 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
         v_finite = AllFinite(v_block, block.count * v.width);
         is_loaded = true;
       }
-      const Mask mask = MakeMask(panel.band, block, span);
+      const Mask mask = MakeMask(panel.band, block, span, dense.words ? shown : nullptr);
       const Matrix k_rows = {k_block + span.begin * k.width, k.width};
       Product<Left::kByRows>(span.count, k_rows, k.width, span.lanes, panel.q, nullptr, s);
       if (span.needs_mask) {
@@ -438,7 +493,7 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
       Accumulate(span, mask, v_finite, v_block, v.width, s, rescale, panel.out);
     }
   }
-  for (int64_t i = 0; i < num_panels; ++i) Finish(params, queries, panels[i], row);
+  for (int64_t i = 0; i < num_panels; ++i) StoreOutput(params, queries, panels[i], row);
 }
 
 // ---- Backward -----------------------------------------------------------------------------------
@@ -534,7 +589,8 @@ struct BackwardPanel {
 };
 
 template <Lanes kLanesAre>
-void Finish(const BwdParams& params, const Side& side, const BackwardPanel& panel, float* row) {
+void StoreGradients(const BwdParams& params, const Side& side, const BackwardPanel& panel,
+                    float* row) {
   constexpr bool kKeyLanes = kLanesAre == Lanes::kKeys;
   const Problem& problem = params.problem;
   float scale[kPanel];
@@ -563,6 +619,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
   const Side key_side = KeySide(problem, params.extras, tile);
   const Side& side = kKeyLanes ? key_side : query_side;
   const Side& walked = kKeyLanes ? query_side : key_side;
+  const Dense dense = MakeDense(problem, params.extras, tile);
   const Logits logits(problem);
 
   Arena arena = {memory};
@@ -575,6 +632,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
   float block_lse_rest[kBlock];
   float block_delta[kBlock];
   int32_t segments[kBlock];
+  int32_t shown[kBlock * kPanel];
   float ones[kPanel];
   Fill(1.0f, ones);
 
@@ -610,7 +668,8 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
     bool all_finite = false;
     for (int64_t i = 0; i < num_panels; ++i) {
       BackwardPanel& panel = panels[i];
-      const Span span = Overlap(panel.band, block);
+      Span span = Overlap(panel.band, block);
+      if (dense.words) ReadDense<kLanesAre>(dense, panel.band, block, &span, shown);
       if (span.count == 0) continue;
       if (!is_loaded) {
         LoadBlock(kKeyLanes ? q : k, dtype, walked, block, x_block);
@@ -624,7 +683,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
             AllFinite(x_block, block.count * q.width) && AllFinite(y_block, block.count * v.width);
         is_loaded = true;
       }
-      const Mask mask = MakeMask(panel.band, block, span);
+      const Mask mask = MakeMask(panel.band, block, span, dense.words ? shown : nullptr);
       const RowStats stats = kKeyLanes
                                  ? RowStats{block_lse + span.begin, block_lse_rest + span.begin,
                                             block_delta + span.begin}
@@ -643,7 +702,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
     }
   }
 
-  for (int64_t i = 0; i < num_panels; ++i) Finish<kLanesAre>(params, side, panels[i], row);
+  for (int64_t i = 0; i < num_panels; ++i) StoreGradients<kLanesAre>(params, side, panels[i], row);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The seam between attention_cpu.cc (compiled once, for any machine) and attention_cpu_kernels.cc
-// (compiled once per instruction set): the work is cut into tiles here and done there.
+// (compiled once per instruction set): the former cuts the work into tiles, the latter does it.
 //
 // HAZARD: an inline function compiled for AVX-512 may be the copy that the linker keeps for the
 // whole program. So nothing inline crosses this header: the kernels call only what is declared
@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "band.h"
-#include "kernels.h"
+#include "schema.h"
 
 namespace jax_fa {
 

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "kernels.h"
+#include "schema.h"
 
 namespace jax_fa {
 namespace {

@@ -136,7 +136,8 @@ struct Case {
   Extras extras() const {
     const auto at = [](const std::vector<int32_t>& x) { return x.empty() ? nullptr : x.data(); };
     return {at(q_lengths),  at(kv_lengths),  at(cu_q),     at(cu_k),
-            at(q_segments), at(kv_segments), at(q_offset), sinks.empty() ? nullptr : sinks.data()};
+            at(q_segments), at(kv_segments), at(q_offset), sinks.empty() ? nullptr : sinks.data(),
+            nullptr,        nullptr};
   }
 };
 
@@ -373,14 +374,20 @@ struct Random {
 Case PlainCase(DType dtype, int64_t batch, int64_t q_len, int64_t kv_len, int64_t heads,
                int64_t kv_heads, int64_t dim, int64_t value_dim) {
   Case c;
-  c.problem = {dtype,      batch,
-               batch,      q_len,
-               kv_len,     heads,
-               kv_heads,   dim,
-               value_dim,  static_cast<float>(1 / std::sqrt(static_cast<double>(dim))),
-               0.0f,       kUnbounded,
-               kUnbounded, false,
-               true};
+  Problem& p = c.problem;
+  p.dtype = dtype;
+  p.batch = batch;
+  p.num_sequences = batch;
+  p.q_len = q_len;
+  p.kv_len = kv_len;
+  p.num_q_heads = heads;
+  p.num_kv_heads = kv_heads;
+  p.head_dim = dim;
+  p.value_dim = value_dim;
+  p.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dim)));
+  p.window_left = kUnbounded;
+  p.window_right = kUnbounded;
+  p.deterministic = true;
   return c;
 }
 

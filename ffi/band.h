@@ -1,4 +1,4 @@
-// The C++ twin of jax_fa/band.py: which keys a query may see. Compared exhaustively by a test.
+// The C++ twin of jax_fa/spec/band.py: which keys a query may see. Compared exhaustively by a test.
 #ifndef JAX_FA_BAND_H_
 #define JAX_FA_BAND_H_
 

@@ -5,12 +5,20 @@
     auto       (default) those of the GPU families that the driver shows; none without a driver
     none       none
     all        every family
-    sm90,...   these families (jax_fa/variants.py)
+    sm90,...   these families (jax_fa/spec/arch.py)
     DIR        what ``python -m jax_fa.aot --output DIR`` left there, on this machine or another
 
+``--config-settings=cmake.define.JAX_FA_PTX=OFF`` leaves out the PTX of the kernels (15 MB with all
+families), without which ``implementation="emulated"`` does not run.
+
 Kernels are compiled by the CuTe DSL, a build requirement where it is needed and has wheels. Where
-it has none, ``auto`` builds without kernels and says so; a named family is an error. ``pip -v``
-shows a line for each kernel.
+it has none, ``auto`` builds without kernels and says so; a named family is an error. An index that
+lacks the DSL is another matter: pip and uv fail before they ask anything else of us, so the line
+that comes before says what builds without it. CMAKE_BUILD_PARALLEL_LEVEL bounds how many kernels
+are compiled at a time, as it does for C++.
+
+Frontends show what a build prints only if it fails, or with ``-v``. What its user should know goes
+to the terminal as well, where there is one; ``-v`` shows a line for each kernel.
 """
 
 from __future__ import annotations
@@ -20,12 +28,13 @@ import functools
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +45,10 @@ from scikit_build_core import build as _scikit_build
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import run_aot  # noqa: E402, F401 (puts an empty package in the place of jax_fa)
 
-from jax_fa import aot, gpus, variants  # noqa: E402
+from jax_fa.aot import compiler  # noqa: E402
+from jax_fa.runtime import gpus  # noqa: E402
+from jax_fa.spec import variants  # noqa: E402
+from jax_fa.spec.arch import ARCHS, arch_of, known_capabilities  # noqa: E402
 
 Settings = Mapping[str, Any]
 
@@ -50,8 +62,8 @@ _DSL_MACHINES = ("x86_64", "aarch64")
 _DSL_GLIBC = (2, 28)
 
 
-class BuildError(Exception):
-    """What was asked for and cannot be built, and what would work."""
+class BuildError(SystemExit):
+    """What was asked for and cannot be built, and what would work; shown without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ def requested(settings: Settings | None) -> Kernels:
         BuildError: it names neither a family nor a folder with kernels.
     """
     text = str((settings or {}).get(_SETTING, os.environ.get(_VARIABLE) or "auto")).strip()
-    known = tuple(arch.name for arch in variants.ARCHS)
+    known = tuple(arch.name for arch in ARCHS)
     if text in ("none", "all"):
         return Kernels(known if text == "all" else ())
     if text == "auto":
@@ -101,15 +113,17 @@ def requested(settings: Settings | None) -> Kernels:
 
 
 def _families_at_hand() -> tuple[str, ...]:
-    found = []
-    for gpu in gpus.at_hand():
-        arch = variants.arch_of(gpu.capability)
-        if arch is None:
-            known = ", ".join(known.capability for known in variants.ARCHS)
-            _tell(f"{gpu.name} has compute capability {gpu.capability}; kernels exist for {known}")
-        elif arch.name not in found:
-            found.append(arch.name)
-    return tuple(found)
+    found = (arch_of(gpu.capability) for gpu in gpus.at_hand())
+    return tuple(dict.fromkeys(arch.name for arch in found if arch is not None))
+
+
+def _tell_of_unserved_gpus() -> None:
+    for gpu in dict.fromkeys(gpus.at_hand()):
+        if arch_of(gpu.capability) is None:
+            _tell(
+                f"{gpu.name} has compute capability {gpu.capability}; kernels exist for "
+                f"{known_capabilities()}"
+            )
 
 
 def dsl_obstacle() -> str | None:
@@ -133,7 +147,7 @@ def dsl_obstacle() -> str | None:
         f"{platform.machine()}, {libc or 'libc'} {version or 'unknown'}"
     )
     return (
-        f"jaxlib runs here ({here}), but {aot.DSL_REQUIREMENT} has wheels for CPython "
+        f"jaxlib runs here ({here}), but {compiler.DSL_REQUIREMENT} has wheels for CPython "
         f"{first[0]}.{first[1]} to {last[0]}.{last[1]} (not free-threaded) on Linux "
         f"{' and '.join(_DSL_MACHINES)} with glibc {_DSL_GLIBC[0]}.{_DSL_GLIBC[1]} or newer only"
     )
@@ -146,7 +160,12 @@ def _requires(settings: Settings | None) -> list[str]:
         return []
     obstacle = dsl_obstacle()
     if obstacle is None:
-        return [aot.DSL_REQUIREMENT]
+        _tell(
+            f"{compiler.DSL_REQUIREMENT} is fetched to compile the GPU kernels of "
+            f"{', '.join(kernels.families)}; where it cannot be had, {_VARIABLE}=none builds "
+            f"without them"
+        )
+        return [compiler.DSL_REQUIREMENT]
     if not kernels.is_automatic:
         raise BuildError(f"{obstacle}. Use {_VARIABLE}=none, or kernels compiled elsewhere.")
     return []
@@ -156,6 +175,8 @@ def _requires(settings: Settings | None) -> list[str]:
 def _linked(settings: Settings | None) -> Iterator[dict[str, Any]]:
     """Settings for scikit-build-core under which the requested kernels are linked."""
     kernels = requested(settings)
+    if kernels.is_automatic:
+        _tell_of_unserved_gpus()
     passed_on = {name: value for name, value in (settings or {}).items() if name != _SETTING}
     if kernels.folder is not None:
         yield {**passed_on, _DEFINE: str(kernels.folder)}
@@ -171,7 +192,7 @@ def _can_compile(kernels: Kernels) -> bool:
     if importlib.util.find_spec("cutlass") is not None:
         return True
     reason = dsl_obstacle() or (
-        f"{aot.DSL_REQUIREMENT} is not installed in this build environment; pip install it "
+        f"{compiler.DSL_REQUIREMENT} is not installed in this build environment; pip install it "
         f"first, or build without --no-build-isolation"
     )
     if not kernels.is_automatic:
@@ -182,20 +203,49 @@ def _can_compile(kernels: Kernels) -> bool:
 
 def _compile(families: tuple[str, ...], folder: str) -> None:
     start = time.monotonic()
+    names = ", ".join(families)
+    count = len(variants.of_families(families))
     command = [sys.executable, str(Path(run_aot.__file__)), "--output", folder]
     command += [word for name in families for word in ("--arch", name)]
-    _tell(f"compiling the GPU kernels of {', '.join(families)}")
-    if subprocess.run(command, check=False).returncode != 0:
+    if jobs := os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL"):
+        command += ["--jobs", jobs]
+    _tell(f"compiling the {count} GPU kernels of {names}; {_VARIABLE}=none builds without them")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        _relay(process.stderr, start)
+    if process.returncode != 0:
         raise BuildError(
-            f"the GPU kernels of {', '.join(families)} did not compile (see above). "
-            f"{_VARIABLE}=none builds without them."
+            f"the GPU kernels of {names} did not compile (see above). {_VARIABLE}=none builds "
+            f"without them."
         )
-    count = len(list(Path(folder).glob("*.o")))
-    _tell(f"{count} kernels of {', '.join(families)} in {time.monotonic() - start:.0f} s")
+    _tell(f"compiled the {count} GPU kernels of {names} in {time.monotonic() - start:.0f} s")
+
+
+def _relay(lines: Iterable[str], start: float) -> None:
+    """Passes on what the compiling process says; the terminal is told every tenth of the way."""
+    tenth = 0
+    for line in lines:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        done = re.match(r"\[(\d+)/(\d+)\]", line)
+        if done and (reached := 10 * int(done[1]) // int(done[2])) > tenth:
+            tenth = reached
+            _show(f"{done[1]} of {done[2]} kernels after {time.monotonic() - start:.0f} s")
 
 
 def _tell(line: str) -> None:
+    """One line for the log of the build, and for the terminal."""
     print(f"jax_fa: {line}", file=sys.stderr, flush=True)  # noqa: T201
+    _show(line)
+
+
+def _show(line: str) -> None:
+    """One line for the terminal, past a frontend that keeps the log to itself."""
+    if sys.stderr.isatty():
+        return
+    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+        # The cursor stands behind a spinner, which goes on in the place of the last space.
+        terminal.write(f"\njax_fa: {line}  ")
 
 
 def _hook(delegate: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,8 +14,6 @@ std::string ToText(double x) {
   return text;
 }
 
-int64_t CeilDiv(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
 // Few enough that no count of bytes, rows or tiles derived from extents overflows.
 constexpr int64_t kMaxElements = int64_t{1} << 50;
 
@@ -29,6 +27,29 @@ bool IsCountable(std::initializer_list<int64_t> extents) {
     count *= extent;
   }
   return true;
+}
+
+// A mask has all of its extents or none, each that of the problem or 1.
+Complaint CheckMaskExtents(const Problem& p) {
+  const struct {
+    const char* name;
+    int64_t value;
+    int64_t full;
+  } extents[] = {
+      {"batch", p.mask_batch, p.batch},
+      {"heads", p.mask_heads, p.num_q_heads},
+      {"rows", p.mask_rows, p.q_len},
+      {"words of 32 keys", p.mask_width, (p.kv_len + 31) / 32},
+  };
+  const bool is_absent = p.mask_batch == 0 && p.mask_heads == 0 && p.mask_rows == 0;
+  if (is_absent && p.mask_width == 0) return std::nullopt;
+  for (const auto& extent : extents) {
+    if (extent.value != 1 && extent.value != extent.full) {
+      return "mask_words should have 1 or " + std::to_string(extent.full) + " " + extent.name +
+             ", but has " + std::to_string(extent.value);
+    }
+  }
+  return std::nullopt;
 }
 
 Complaint CheckExtents(const Problem& p) {
@@ -56,6 +77,7 @@ Complaint CheckExtents(const Problem& p) {
     return "query heads (" + std::to_string(p.num_q_heads) +
            ") should be a multiple of key/value heads (" + std::to_string(p.num_kv_heads) + ")";
   }
+  if (Complaint complaint = CheckMaskExtents(p)) return complaint;
   const int64_t width = std::max(p.head_dim, p.value_dim);
   if (!IsCountable({p.batch, p.q_len, p.num_q_heads, width}) ||
       !IsCountable({p.batch, p.kv_len, p.num_kv_heads, width}) ||
@@ -84,20 +106,21 @@ Complaint CheckAttributes(const Problem& p) {
   return std::nullopt;
 }
 
-struct Address {
-  const char* name;
-  const void* pointer;
-  int64_t num_elements;
-};
+// Complains of the first array visited that has elements and no address, though it may not be
+// absent.
+struct Addresses {
+  Extents extents;
+  Complaint complaint;
 
-Complaint CheckAddresses(std::initializer_list<Address> addresses) {
-  for (const Address& address : addresses) {
-    if (address.pointer == nullptr && address.num_elements > 0) {
-      return std::string(address.name) + " should have an address, but has none";
+  template <typename Pointer>
+  void operator()(const Array& array, const Pointer& pointer) {
+    if (complaint || pointer != nullptr || array.is_optional) return;
+    for (size_t i = 0; i < array.rank; ++i) {
+      if (extents[array.dims[i]] == 0) return;
     }
+    complaint = std::string(array.name) + " should have an address, but has none";
   }
-  return std::nullopt;
-}
+};
 
 // What CheckArrays of both operations have in common.
 template <typename Params>
@@ -121,46 +144,28 @@ Complaint CheckInputs(const Params& params) {
       (extras.q_segments == nullptr) != (extras.kv_segments == nullptr)) {
     return "q_segments and kv_segments should be given together";
   }
-  return CheckAddresses({
-      {"q", params.q, q_tokens * p.num_q_heads},
-      {"k", params.k, kv_tokens},
-      {"v", params.v, kv_tokens},
-      {"out", params.out, q_tokens * p.num_q_heads},
-      {"lse", params.lse, q_tokens * p.num_q_heads},
-  });
-}
-
-// ---- Scratch: the constants and functions of jax_fa/kernels/abi.py ------------------------------
-
-constexpr int64_t kScratchBlock = 128;
-constexpr int64_t kResidentCtas = kMaxSplits;
-constexpr int64_t kTurnRows = 64;
-constexpr int64_t kKvSplitBlock = 128;
-
-int64_t ScratchRows(const Problem& p) {
-  return (CeilDiv(p.batch * p.q_len, kScratchBlock) + p.num_sequences) * kScratchBlock;
-}
-
-int64_t HeadSplits(const Problem& p) {
-  const int64_t blocks = CeilDiv(p.batch * p.kv_len, kKvSplitBlock) + p.num_sequences - p.batch;
-  const int64_t wanted = kResidentCtas / std::max<int64_t>(blocks * p.num_kv_heads, 1);
-  return std::max<int64_t>(std::min(wanted, p.num_q_heads / p.num_kv_heads), 1);
-}
-
-bool HasElements(const ScratchArray& array) {
-  return std::all_of(array.shape.begin(), array.shape.end(), [](int64_t x) { return x > 0; });
-}
-
-Complaint CheckScratchAddresses(const std::vector<ScratchArray>& arrays,
-                                std::initializer_list<const void*> pointers) {
-  auto pointer = pointers.begin();
-  for (const ScratchArray& array : arrays) {
-    if (const Complaint complaint =
-            CheckAddresses({{array.name, *pointer++, HasElements(array)}})) {
-      return complaint;
-    }
+  if ((extras.mask_words == nullptr) != (extras.mask_map == nullptr)) {
+    return "mask_words and mask_map should be given together";
   }
-  return std::nullopt;
+  if (is_packed && extras.mask_words != nullptr) {
+    return "a mask (mask_words) does not go with packed sequences (cu_seqlens_q)";
+  }
+  Addresses addresses{ExtentsOf(p), std::nullopt};
+  Params::Operands(params, addresses);
+  Params::Results(params, addresses);
+  return addresses.complaint;
+}
+
+template <typename Params>
+Complaint CheckScratchOf(const Params& params) {
+  const int64_t splits = params.problem.num_splits;
+  if (splits < 0 || splits > kMaxSplits) {
+    return "num_splits should be " + std::to_string(kMaxSplits) + " at most, 0 for none, but is " +
+           std::to_string(splits);
+  }
+  Addresses addresses{ExtentsOf(params.problem), std::nullopt};
+  Params::Scratch(params, addresses);
+  return addresses.complaint;
 }
 
 }  // namespace
@@ -170,7 +175,7 @@ Complaint CheckProblem(const Problem& problem) {
   return CheckAttributes(problem);
 }
 
-// Kernels count in 32 bits: bands leave room for lengths of kMaxLength (jax_fa/band.py). TMA
+// Kernels count in 32 bits: bands leave room for lengths of kMaxLength (jax_fa/spec/band.py). TMA
 // descriptors describe no empty arrays: a kernel that prefetches one with an extent of 0 dies of an
 // illegal instruction.
 Complaint CheckGpuProblem(const Problem& p) {
@@ -195,6 +200,10 @@ Complaint CheckGpuProblem(const Problem& p) {
              "; GPU kernels take 1 to " + std::to_string(extent.most);
     }
   }
+  constexpr int64_t most_rows = (int64_t{1} << 31) - 1;
+  if (p.mask_batch * p.mask_heads * p.mask_rows > most_rows) {
+    return "the mask has more rows than the " + std::to_string(most_rows) + " of GPU kernels";
+  }
   return std::nullopt;
 }
 
@@ -205,45 +214,10 @@ Complaint CheckArrays(const BwdParams& params) {
   if ((params.dsinks == nullptr) != (params.extras.sinks == nullptr)) {
     return "dsinks should be asked for if and only if sinks is given";
   }
-  const Problem& p = params.problem;
-  const int64_t q_rows = p.batch * p.q_len * p.num_q_heads, kv_tokens = p.batch * p.kv_len;
-  return CheckAddresses({
-      {"dout", params.dout, q_rows},
-      {"dq", params.dq, q_rows},
-      {"dk", params.dk, kv_tokens},
-      {"dv", params.dv, kv_tokens},
-  });
+  return std::nullopt;
 }
 
-std::vector<ScratchArray> ForwardScratch(const Problem& p, int64_t num_splits) {
-  if (num_splits < 2) return {};
-  return {{kForwardScratch[0], false, {num_splits, p.batch, p.q_len, p.num_q_heads, p.value_dim}},
-          {kForwardScratch[1], false, {num_splits, p.batch, p.q_len, p.num_q_heads}}};
-}
-
-std::vector<ScratchArray> BackwardScratch(const Problem& p) {
-  const int64_t rows = ScratchRows(p), splits = HeadSplits(p);
-  const int64_t kv_elements = p.batch * p.kv_len * p.num_kv_heads * (p.head_dim + p.value_dim);
-  return {{kBackwardScratch[0], false, {p.num_q_heads, rows, p.head_dim}},
-          {kBackwardScratch[1], false, {2, p.num_q_heads, rows}},
-          {kBackwardScratch[2], false, {splits > 1 ? splits : 0, kv_elements}},
-          {kBackwardScratch[3], true, {p.num_q_heads, p.deterministic ? rows / kTurnRows : 0}}};
-}
-
-Complaint CheckScratch(const FwdParams& params) {
-  const FwdScratch& scratch = params.scratch;
-  if (scratch.num_splits < 0 || scratch.num_splits > kMaxSplits) {
-    return "num_splits should be " + std::to_string(kMaxSplits) + " at most, 0 for none, but is " +
-           std::to_string(scratch.num_splits);
-  }
-  return CheckScratchAddresses(ForwardScratch(params.problem, scratch.num_splits),
-                               {scratch.out_parts, scratch.lse_parts});
-}
-
-Complaint CheckScratch(const BwdParams& params) {
-  const BwdScratch& scratch = params.scratch;
-  return CheckScratchAddresses(BackwardScratch(params.problem), {scratch.dq_sum, scratch.row_stats,
-                                                                 scratch.dkv_sums, scratch.turns});
-}
+Complaint CheckScratch(const FwdParams& params) { return CheckScratchOf(params); }
+Complaint CheckScratch(const BwdParams& params) { return CheckScratchOf(params); }
 
 }  // namespace jax_fa

@@ -18,7 +18,7 @@ namespace jax_fa {
 // Nothing, or what failed: the CUDA call, its code and its text.
 using Failure = std::optional<std::string>;
 
-// A kernel of a compiled object; the object does not tell how large its parameters are.
+// A kernel of a compiled object, with the sizes of its parameters, which the object does not tell.
 struct KernelSignature {
   const char* name;
   const int32_t* param_bytes;
@@ -31,7 +31,7 @@ struct KernelHandle {
   void* kernel;  // CUkernel; null until loaded in driver mode
 };
 
-// What the seam remembers of an object. Written under a lock, but for `devices`.
+// The state kept for an object. Written under a lock, but for `devices`.
 struct ObjectState {
   const void* image = nullptr;       // the device code in the object
   void* library = nullptr;           // CUlibrary; null until loaded in driver mode

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "testing.h"
+
 extern "C" {
 int32_t _cudaLibraryLoadData(void**, const void*, void*, void**, uint32_t, void*, void**, uint32_t);
 int32_t _cudaLibraryGetKernel(void**, void*, const char*);
@@ -18,13 +20,6 @@ int32_t _cudaLaunchKernelEx(const void*, void*, void**);
 
 namespace jax_fa {
 namespace {
-
-int failed = 0;
-
-void Check(bool ok, const char* what) {
-  failed += !ok;
-  if (!ok) std::printf("FAILED %s\n", what);
-}
 
 // ---- The object: two kernels, launched one after the other --------------------------------------
 

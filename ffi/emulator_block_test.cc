@@ -8,15 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "testing.h"
+
 namespace jax_fa {
 namespace {
-
-int failed = 0;
-
-void Check(bool ok, const char* what) {
-  failed += !ok;
-  if (!ok) std::printf("FAILED %s\n", what);
-}
 
 int Find(const std::string& name) {
   const std::vector<std::string>& names = BlockOperations();

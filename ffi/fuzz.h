@@ -13,7 +13,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels.h"
+#include "schema.h"
 
 namespace jax_fa {
 

@@ -38,19 +38,11 @@ ffi::Error Guarded(Operation operation) {
   }
 }
 
-ffi::Error CheckMaskMod(const Problem& problem) {
-  if (problem.mask_mod.empty()) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    "jax_fa: CPU kernels take no mask_mod such as '" +
-                        std::string(problem.mask_mod) + "'; use implementation='xla'");
-}
-
 ffi::Error ForwardCpu(ffi::ThreadPool pool, Attributes attributes, ffi::RemainingArgs args,
                       ffi::RemainingRets rets) {
   return Guarded([&] {
-    const auto params = ForwardParams(args, rets, attributes, Platform::kCpu);
+    const auto params = Read<FwdParams>(args, rets, attributes, Platform::kCpu);
     if (params.has_error()) return params.error();
-    if (ffi::Error error = CheckMaskMod(params->problem); error.failure()) return error;
     AttentionForwardCpu(*params, On(pool));
     return ffi::Error::Success();
   });
@@ -59,9 +51,8 @@ ffi::Error ForwardCpu(ffi::ThreadPool pool, Attributes attributes, ffi::Remainin
 ffi::Error BackwardCpu(ffi::ThreadPool pool, Attributes attributes, ffi::RemainingArgs args,
                        ffi::RemainingRets rets) {
   return Guarded([&] {
-    const auto params = BackwardParams(args, rets, attributes, Platform::kCpu);
+    const auto params = Read<BwdParams>(args, rets, attributes, Platform::kCpu);
     if (params.has_error()) return params.error();
-    if (ffi::Error error = CheckMaskMod(params->problem); error.failure()) return error;
     AttentionBackwardCpu(*params, On(pool));
     return ffi::Error::Success();
   });

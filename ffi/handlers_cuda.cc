@@ -1,18 +1,18 @@
-// The two operations on platform "CUDA": decode, find the variant, launch it.
+// The two operations on platform "CUDA": decode, look the variant up, launch it.
 //
 // XLA runs the initialize stage of a call before each of its executions, outside graph capture; the
-// first one on a device loads the variant there. Execute only launches: it may be captured into a
-// command buffer.
+// first one on a device loads the variant there, which the attributes alone tell. Execute reads the
+// arrays and only launches: it may be captured into a command buffer.
 #include "handlers_cuda.h"
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "arguments.h"
 #include "checks.h"
 #include "driver.h"
 #include "kernel_table.h"
+#include "schema.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fa {
@@ -20,18 +20,10 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-constexpr uintptr_t kAlignment = 16;  // jax_fa/kernels/abi.py: ALIGNMENT_BYTES
-
 // Where a call runs.
 struct Place {
   int32_t ordinal;
   void* stream;
-};
-
-// A call with the variant that serves it.
-struct Selection {
-  const Variant* variant;
-  Device device;
 };
 
 ffi::Error Unimplemented(const std::string& what) {
@@ -42,96 +34,77 @@ ffi::Error Internal(const Failure& failure) {
   return ffi::Error(ffi::ErrorCode::kInternal, "jax_fa: " + *failure);
 }
 
-// The arrays that TMA descriptors point at, or that are accessed 16 bytes at a time.
-std::vector<const void*> AlignedArrays(const FwdParams& p) {
-  return {p.q, p.k, p.v, p.out, p.scratch.out_parts};
-}
-
-std::vector<const void*> AlignedArrays(const BwdParams& p) {
-  return {p.q, p.k, p.v, p.out, p.dout, p.dq, p.dk, p.dv};
-}
-
+// Of the arrays that kernels access 16 bytes at a time, by TMA or otherwise.
 template <typename Params>
 ffi::Error CheckAlignment(const Params& params) {
-  for (const void* array : AlignedArrays(params)) {
-    if (reinterpret_cast<uintptr_t>(array) % kAlignment != 0) {
-      return Unimplemented("an array starts at an address that is no multiple of " +
-                           std::to_string(kAlignment) + " bytes");
-    }
-  }
-  return ffi::Error::Success();
+  bool is_aligned = true;
+  const auto check = [&](const Array& array, const auto* pointer) {
+    const bool fits = reinterpret_cast<uintptr_t>(pointer) % kAlignmentBytes == 0;
+    is_aligned = is_aligned && (fits || !array.is_aligned);
+  };
+  Params::Operands(params, check);
+  Params::Results(params, check);
+  Params::Scratch(params, check);
+  if (is_aligned) return ffi::Error::Success();
+  return Unimplemented("an array starts at an address that is no multiple of " +
+                       std::to_string(kAlignmentBytes) + " bytes");
 }
 
+// The variant that a program calls, for the device at hand.
 template <typename Params>
-ffi::ErrorOr<Selection> Select(const Params& params, const Place& place) {
-  if (const Complaint complaint = CheckGpuProblem(params.problem)) {
-    return ffi::Unexpected(Unimplemented(*complaint));
-  }
+ffi::ErrorOr<const Variant*> Select(const Attributes& attributes, const Place& place,
+                                    Device* device) {
   if (KernelTable().num_variants == 0) {
     return ffi::Unexpected(Unimplemented(
         "this build holds no GPU kernels. `python -m jax_fa` prints the command that compiles "
         "some; implementation='xla' needs none"));
   }
-  Selection selection{};
-  if (const Failure failure = QueryDevice(place.ordinal, place.stream, &selection.device)) {
+  if (const Failure failure = QueryDevice(place.ordinal, place.stream, device)) {
     return ffi::Unexpected(Internal(failure));
   }
-  const int32_t capability = selection.device.capability;
-  const int32_t arch = ArchOf(capability);
-  if (arch == 0) {
+  const int32_t capability = device->capability;
+  const char* family = FamilyOf(Params::kOperation, capability);
+  if (family == nullptr) {
     return ffi::Unexpected(Unimplemented("no kernels are compiled for GPUs of compute capability " +
                                          std::to_string(capability / 10) + "." +
                                          std::to_string(capability % 10)));
   }
-  const VariantKey key = KeyOf(params, arch);
-  selection.variant = FindVariant(key);
-  if (selection.variant == nullptr) return ffi::Unexpected(Unimplemented(Refusal(key)));
-  return selection;
+  const Lookup found = FindVariant(Params::kOperation, family, attributes.problem.kernel);
+  if (found.variant == nullptr) return ffi::Unexpected(Unimplemented(found.complaint));
+  return found.variant;
 }
 
 template <typename Params>
-ffi::Error Initialize(const ffi::ErrorOr<Params>& params, const Place& place) {
-  if (params.has_error()) return params.error();
-  const ffi::ErrorOr<Selection> selection = Select(*params, place);
-  if (selection.has_error()) return selection.error();
-  if (const Failure failure = Load(selection->variant->object, place.ordinal, place.stream)) {
-    return Internal(failure);
-  }
+ffi::Error Initialize(int32_t ordinal, void* stream, Attributes attributes, ffi::RemainingArgs,
+                      ffi::RemainingRets) {
+  Device device{};
+  const auto variant = Select<Params>(attributes, {ordinal, stream}, &device);
+  if (variant.has_error()) return variant.error();
+  if (const Failure failure = Load((*variant)->object, ordinal, stream)) return Internal(failure);
   return ffi::Error::Success();
 }
 
 template <typename Params>
-ffi::Error Execute(const ffi::ErrorOr<Params>& params, const Place& place) {
+ffi::Error Execute(int32_t ordinal, void* stream, Attributes attributes, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
+  const ffi::ErrorOr<Params> params = Read<Params>(args, rets, attributes, Platform::kCuda);
   if (params.has_error()) return params.error();
   if (ffi::Error error = CheckAlignment(*params); error.failure()) return error;
-  const ffi::ErrorOr<Selection> selection = Select(*params, place);
-  if (selection.has_error()) return selection.error();
+  if (const Complaint complaint = CheckGpuProblem(params->problem)) {
+    return Unimplemented(*complaint);
+  }
+  Device device{};
+  const auto variant = Select<Params>(attributes, {ordinal, stream}, &device);
+  if (variant.has_error()) return variant.error();
+  if (const Complaint complaint = Mismatch(**variant, params->problem)) {
+    return Unimplemented(*complaint);
+  }
   Arguments arguments;
-  FillArguments(*params, selection->device, place.stream, &arguments);
-  if (const Failure failure = Call(selection->variant->object, place.ordinal, &arguments)) {
+  FillArguments(*params, device, stream, &arguments);
+  if (const Failure failure = Call((*variant)->object, ordinal, &arguments)) {
     return Internal(failure);
   }
   return ffi::Error::Success();
-}
-
-ffi::Error InitializeForward(int32_t ordinal, void* stream, Attributes attributes,
-                             ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Initialize(ForwardParams(args, rets, attributes, Platform::kCuda), {ordinal, stream});
-}
-
-ffi::Error ExecuteForward(int32_t ordinal, void* stream, Attributes attributes,
-                          ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Execute(ForwardParams(args, rets, attributes, Platform::kCuda), {ordinal, stream});
-}
-
-ffi::Error InitializeBackward(int32_t ordinal, void* stream, Attributes attributes,
-                              ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Initialize(BackwardParams(args, rets, attributes, Platform::kCuda), {ordinal, stream});
-}
-
-ffi::Error ExecuteBackward(int32_t ordinal, void* stream, Attributes attributes,
-                           ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return Execute(BackwardParams(args, rets, attributes, Platform::kCuda), {ordinal, stream});
 }
 
 template <ffi::ExecutionStage stage>
@@ -149,11 +122,13 @@ constexpr auto kExecute = ffi::ExecutionStage::kExecute;
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kInitializeForwardCuda, InitializeForward, Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardCuda, ExecuteForward, Binding<kExecute>(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kInitializeForwardCuda, Initialize<FwdParams>,
+                              Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardCuda, Execute<FwdParams>, Binding<kExecute>(),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kInitializeBackwardCuda, InitializeBackward, Binding<kInitialize>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardCuda, ExecuteBackward, Binding<kExecute>(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kInitializeBackwardCuda, Initialize<BwdParams>,
+                              Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardCuda, Execute<BwdParams>, Binding<kExecute>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_fa

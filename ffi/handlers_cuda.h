@@ -1,5 +1,5 @@
-// FFI handlers of platform "CUDA". Registered always; without GPU kernels in the build, or without
-// a GPU, they answer with an error that says so.
+// FFI handlers of platform "CUDA". Always registered; without GPU kernels in the build, or without
+// a GPU, they return an error that says so.
 #ifndef JAX_FA_HANDLERS_CUDA_H_
 #define JAX_FA_HANDLERS_CUDA_H_
 

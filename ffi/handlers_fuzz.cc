@@ -11,12 +11,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "ffi_call.h"
 #include "fuzz.h"
 #include "handlers_cpu.h"
 #include "handlers_cuda.h"
+#include "schema.h"
 
 namespace jax_fa {
 namespace {
@@ -46,6 +48,11 @@ int64_t BytesOf(XLA_FFI_DataType dtype) {
     default:
       return 4;
   }
+}
+
+XLA_FFI_DataType TypeOf(const Array& array, XLA_FFI_DataType element) {
+  if (array.element == Element::kElement) return element;
+  return array.element == Element::kInt32 ? kS32 : kF32;
 }
 
 // At most kManyElements, which is more than an array has here.
@@ -83,33 +90,39 @@ Plan FaultlessPlan(Fuzz& fuzz) {
   const int64_t kv_heads = fuzz.Int(1, 3), heads = kv_heads * fuzz.OneOf<int64_t>({0, 1, 1, 2, 8});
   const int64_t dim = fuzz.OneOf<int64_t>({1, 3, 16, 64, 100});
   const int64_t value_dim = fuzz.OneOf<int64_t>({1, 8, 64, 100});
-  const auto optional = [&](int percent, std::vector<int64_t> shape) {
-    if (!fuzz.Maybe(percent)) shape = {0};
-    return Shaped{kS32, shape};
-  };
-  const Shaped q{dtype, {batch, q_len, heads, dim}}, k{dtype, {batch, kv_len, kv_heads, dim}};
-  const Shaped v{dtype, {batch, kv_len, kv_heads, value_dim}};
-  const Shaped out{dtype, {batch, q_len, heads, value_dim}}, lse{kF32, {batch, q_len, heads}};
-  const Shaped borders = optional(is_packed ? 100 : 0, {sequences + 1});
-  const bool has_segments = fuzz.Maybe(30);
-  Shaped sinks = optional(30, {sequences, heads});
-  sinks.dtype = kF32;
-  plan.operands = {q,
-                   k,
-                   v,
-                   optional(40, {sequences}),
-                   optional(40, {sequences}),
-                   borders,
-                   borders,
-                   optional(has_segments ? 100 : 0, {batch, q_len}),
-                   optional(has_segments ? 100 : 0, {batch, kv_len}),
-                   optional(40, {sequences}),
-                   sinks};
-  plan.results = {out, lse};
-  if (plan.backward) {
-    plan.operands.insert(plan.operands.end(), {out, lse, out, lse});
-    plan.results = {q, k, v, sinks};
+  Problem p{};
+  p.batch = batch, p.num_sequences = sequences, p.q_len = q_len, p.kv_len = kv_len;
+  p.num_q_heads = heads, p.num_kv_heads = kv_heads, p.head_dim = dim, p.value_dim = value_dim;
+  const bool has_segments = fuzz.Maybe(30), has_sinks = fuzz.Maybe(30);
+  const bool has_mask = !is_packed && fuzz.Maybe(30);
+  if (has_mask) {
+    p.mask_batch = fuzz.OneOf<int64_t>({1, batch});
+    p.mask_heads = fuzz.OneOf<int64_t>({1, heads});
+    p.mask_rows = fuzz.OneOf<int64_t>({1, q_len});
+    p.mask_width = fuzz.OneOf<int64_t>({1, (kv_len + 31) / 32});
   }
+  const auto is_present = [&](const Array& array) {
+    const std::string name = array.name;
+    if (name.find("cu_seqlens") == 0) return is_packed;
+    if (name.find("segments") != std::string::npos) return has_segments;
+    if (name.find("sinks") != std::string::npos) return has_sinks;
+    if (name.find("mask_") == 0) return has_mask;
+    return !array.is_optional || fuzz.Maybe(40);
+  };
+  const auto add = [&, extents = ExtentsOf(p)](const Array& array, std::vector<Shaped>* arrays) {
+    arrays->push_back({TypeOf(array, dtype), {0}});
+    if (!is_present(array)) return;
+    arrays->back().shape.clear();
+    for (size_t i = 0; i < array.rank; ++i) {
+      arrays->back().shape.push_back(extents[array.dims[i]]);
+    }
+  };
+  const auto add_all = [&](const auto& none) {
+    using Params = std::decay_t<decltype(none)>;
+    Params::Operands(none, [&](const Array& array, auto&) { add(array, &plan.operands); });
+    Params::Results(none, [&](const Array& array, auto&) { add(array, &plan.results); });
+  };
+  plan.backward ? add_all(BwdParams{}) : add_all(FwdParams{});
   plan.attributes = {{"scale", fuzz.OneOf({0.125f, 1.0f, 0.0f, -1.0f, 1e-45f, 3e38f})},
                      {"soft_cap", fuzz.OneOf({0.0f, 0.0f, 30.0f, 1e-45f, 3e38f})},
                      {"window_left", fuzz.OneOf<int32_t>({kUnbounded, kUnbounded, 3, -2, 0})},
@@ -157,13 +170,19 @@ void SetExtents(Fuzz& fuzz, Plan* plan) {
   const Shaped v{dtype, {batch, kv_len, kv_heads, value_dim}};
   const Shaped out{dtype, {batch, q_len, heads, value_dim}}, lse{kF32, {batch, q_len, heads}};
   plan->operands = {q, k, v};
-  plan->operands.insert(plan->operands.end(), 7, {kS32, {0}});
-  plan->operands.push_back({kF32, {0}});
+  std::vector<Shaped> optional;
+  const FwdParams none{};
+  FwdParams::Operands(none, [&](const Array& array, auto&) {
+    if (array.is_optional) optional.push_back({TypeOf(array, dtype), {0}});
+  });
+  const auto added = optional.end() - FwdParams::kNumAddedOperands;
+  plan->operands.insert(plan->operands.end(), optional.begin(), added);
   plan->results = {out, lse};
   if (plan->backward) {
     plan->operands.insert(plan->operands.end(), {out, lse, out, lse});
     plan->results = {q, k, v, {kF32, {0}}};
   }
+  plan->operands.insert(plan->operands.end(), added, optional.end());
 }
 
 FfiAttribute AnyAttribute(Fuzz& fuzz) {
@@ -231,7 +250,7 @@ void AddFault(Fuzz& fuzz, Plan* plan) {
       plan->faults.push_back("attribute");
       plan->attributes[fuzz.OneOf<const char*>({"scale", "soft_cap", "window_left", "window_right",
                                                 "bottom_right", "deterministic", "mask_mod",
-                                                "scale2", ""})] = AnyAttribute(fuzz);
+                                                "kernel", "scale2", ""})] = AnyAttribute(fuzz);
       break;
     case 1:
       plan->faults.push_back("missing attribute");

@@ -15,6 +15,8 @@
 #include "ffi_call.h"
 #include "handlers_cpu.h"
 #include "handlers_cuda.h"
+#include "schema.h"
+#include "testing.h"
 
 namespace {
 
@@ -38,13 +40,6 @@ namespace {
 
 constexpr auto kF32 = XLA_FFI_DataType_F32;
 constexpr auto kS32 = XLA_FFI_DataType_S32;
-
-int failed = 0;
-
-void Check(bool ok, const std::string& what) {
-  failed += !ok;
-  if (!ok) std::printf("FAILED %s\n", what.c_str());
-}
 
 struct Extents {
   int64_t batch = 1, q_len = 4, kv_len = 4, heads = 2, kv_heads = 2, dim = 8, value_dim = 8;
@@ -77,8 +72,15 @@ struct Call {
     const std::vector<int64_t> out = {e.batch, e.q_len, e.heads, e.value_dim};
     const std::vector<int64_t> lse = {e.batch, e.q_len, e.heads};
     ffi.operands = {Array(dtype, q), Array(dtype, k), Array(dtype, v)};
-    for (int i = 0; i < 7; ++i) ffi.operands.push_back(Array(kS32, {0}));
-    ffi.operands.push_back(Array(kF32, {0}));
+    std::vector<FfiArray> optional;
+    const FwdParams none{};
+    FwdParams::Operands(none, [&](const jax_fa::Array& array, auto&) {
+      if (array.is_optional) {
+        optional.push_back(Array(array.element == Element::kInt32 ? kS32 : kF32, {0}));
+      }
+    });
+    const auto added = optional.end() - FwdParams::kNumAddedOperands;
+    ffi.operands.insert(ffi.operands.end(), optional.begin(), added);
     if (backward) {
       ffi.operands.push_back(Array(dtype, out));
       ffi.operands.push_back(Array(kF32, lse));
@@ -88,11 +90,12 @@ struct Call {
     } else {
       ffi.results = {Array(dtype, out), Array(kF32, lse)};
     }
+    ffi.operands.insert(ffi.operands.end(), added, optional.end());
     Attributes();
   }
   void Packed(int64_t sequences) {
-    ffi.operands[5] = Array(kS32, {sequences + 1});
-    ffi.operands[6] = Array(kS32, {sequences + 1});
+    ffi.operands[places::cu_seqlens_q] = Array(kS32, {sequences + 1});
+    ffi.operands[places::cu_seqlens_k] = Array(kS32, {sequences + 1});
   }
 };
 
@@ -105,12 +108,13 @@ void Refuses(XLA_FFI_Handler* handler, const Call& call, const std::string& word
 void NumbersOfArraysAreCounted() {
   Call missing(false, {});
   missing.ffi.operands.resize(9);
-  Refuses(kForwardCpu, missing,
-          "jax_fa forward: takes 11 operands (q, k, v, q_lengths, kv_lengths, cu_seqlens_q, "
-          "cu_seqlens_k, q_segments, kv_segments, q_offset, sinks), but got 9");
+  Refuses(
+      kForwardCpu, missing,
+      "jax_fa forward: takes 13 operands (q, k, v, q_lengths, kv_lengths, cu_seqlens_q, "
+      "cu_seqlens_k, q_segments, kv_segments, q_offset, sinks, mask_words, mask_map), but got 9");
   Call extra(true, {});
   extra.ffi.operands.push_back(extra.Array(kF32, {3}));
-  Refuses(kBackwardCpu, extra, "jax_fa backward: takes 15 operands");
+  Refuses(kBackwardCpu, extra, "jax_fa backward: takes 17 operands");
   for (int num_results : {0, 1, 3, 5}) {
     Call call(false, {});
     call.ffi.results.resize(num_results, call.Array(kF32, {2}));
@@ -155,6 +159,28 @@ void ScratchIsThatOfTheKernels() {
   Call ordered = backward;
   ordered.ffi.attributes["deterministic"] = true;
   Refuses(kBackwardCuda, ordered, "turns should be S32[2, 4], but is S32[2, 0]");
+}
+
+void ArraysOfWideAccessesAreAligned() {
+  Call call(true, {});
+  call.ffi.results.push_back(call.Array(kF32, {2, 256, 8}));
+  call.ffi.results.push_back(call.Array(kF32, {2, 2, 256}));
+  call.ffi.results.push_back(call.Array(kF32, {0, 128}));
+  call.ffi.results.push_back(call.Array(kS32, {2, 0}));
+  Refuses(kBackwardCuda, call, "this build holds no GPU kernels");
+  const auto moved = [&call](std::vector<FfiArray> FfiCall::* arrays, size_t index) {
+    Call copy = call;
+    FfiArray& array = (copy.ffi.*arrays)[index];
+    array.data = static_cast<char*>(array.data) + 4;
+    return copy;
+  };
+  const char* const words = "an array starts at an address that is no multiple of 16 bytes";
+  for (size_t i : {0, 1, 2, 11, 13}) {
+    Refuses(kBackwardCuda, moved(&FfiCall::operands, i), words);
+  }
+  for (size_t i : {0, 1, 2, 4, 5}) Refuses(kBackwardCuda, moved(&FfiCall::results, i), words);
+  const Call lse = moved(&FfiCall::operands, 12);
+  Refuses(kBackwardCuda, lse, "this build holds no GPU kernels");
 }
 
 void ExtentsAreThoseThatKernelsDivideBy() {
@@ -275,6 +301,7 @@ void EmptyProblemsReturnAtOnce() {
 int main() {
   jax_fa::NumbersOfArraysAreCounted();
   jax_fa::ScratchIsThatOfTheKernels();
+  jax_fa::ArraysOfWideAccessesAreAligned();
   jax_fa::ExtentsAreThoseThatKernelsDivideBy();
   jax_fa::AbsentOperandsHaveTheirTypeAndShape();
   jax_fa::AttributesAreNumbers();

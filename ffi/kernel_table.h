@@ -1,44 +1,43 @@
-// The compiled GPU kernels as data. `python -m jax_fa.aot` writes the definitions of KernelTable()
-// and FillArguments() to kernel_table.gen.cc; kernel_table_empty.cc stands in where no GPU kernels
-// are built. jax_fa/variants.py is the list behind both.
+// The compiled GPU kernels as data. `python -m jax_fa.aot` writes the definition of KernelTable()
+// to kernel_table.gen.cc; kernel_table_empty.cc stands in where no GPU kernels are built.
+// jax_fa/spec/variants.py is the list behind both, and jax_fa/spec/arch.py says which GPUs run
+// what.
+//
+// Which kernel serves a call is decided where the call is lowered (jax_fa/runtime/dispatch.py);
+// here it is looked up by name.
 #ifndef JAX_FA_KERNEL_TABLE_H_
 #define JAX_FA_KERNEL_TABLE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
 #include "driver.h"
-#include "kernels.h"
+#include "schema.h"
 
 namespace jax_fa {
 
-enum class Operation : int32_t { kForward, kBackward };
-enum class MaskClass : int32_t { kFull, kCausal, kGeneral };
-
-// Everything fixed at compile time: `Variant` in jax_fa/variants.py.
-struct VariantKey {
-  Operation operation;
-  int32_t arch;  // 90: compiled for sm90
+// Constants that a variant was compiled with and cannot check: with other values it would access
+// memory outside its arrays.
+struct Takes {
   DType dtype;
   int64_t head_dim;
   int64_t value_dim;
-  MaskClass mask;
-  bool has_soft_cap;
   bool is_split;  // of forwards: several CTAs share the keys of a query tile
-  std::string_view mask_mod;
 };
 
 struct Variant {
-  VariantKey key;
+  Takes takes;
   Object object;
   const char* ptx_sha256 = "";  // of the PTX that the object was assembled from
 };
 
-// Which family's kernels a GPU runs.
+// The family whose kernels a GPU runs for an operation (jax_fa/spec/arch.py).
 struct Capability {
   int32_t capability;  // 10 * major + minor
-  int32_t arch;
+  const char* operation;
+  const char* family;  // as names of variants spell it
 };
 
 struct Table {
@@ -50,27 +49,27 @@ struct Table {
 
 const Table& KernelTable();
 
-// The parameter list of an operation (jax_fa/kernels/abi.py), the same for all its variants.
-// Extents must fit 32 bits.
-void FillArguments(const FwdParams& params, const Device& device, void* stream,
-                   Arguments* arguments);
-void FillArguments(const BwdParams& params, const Device& device, void* stream,
-                   Arguments* arguments);
+// The family whose kernels of `operation` a device runs, or null if none are written for it.
+const char* FamilyOf(const char* operation, int32_t capability);
 
-// The cheapest mask class that serves a call; its Python twin is variants.mask_class.
-MaskClass MaskClassOf(const Problem& problem, const Extras& extras);
+// The variant of `operation` ("fwd" or "bwd") and `family` named `kernel`, or a complaint: why
+// there is none, and what to do about it.
+struct Lookup {
+  const Variant* variant;
+  std::string complaint;
+};
+Lookup FindVariant(const char* operation, const char* family, std::string_view kernel);
 
-// The family of a device, or 0 if none is compiled for it.
-int32_t ArchOf(int32_t capability);
+// The difference between a call and those that a variant takes, or nothing.
+std::optional<std::string> Mismatch(const Variant& variant, const Problem& problem);
 
-VariantKey KeyOf(const FwdParams& params, int32_t arch);
-VariantKey KeyOf(const BwdParams& params, int32_t arch);
-
-// The variant for `key`, or null.
-const Variant* FindVariant(const VariantKey& key);
-
-// What was asked for and what is compiled that comes closest, for error messages.
-std::string Refusal(const VariantKey& key);
+// The parameter list of an operation (jax_fa/spec/abi.py), the same for all its variants.
+// Params is FwdParams or BwdParams, whose extents must fit 32 bits.
+template <typename Params>
+void FillArguments(const Params& params, const Device& device, void* stream, Arguments* arguments) {
+  static_assert(Params::kNumParameters <= Arguments::kMax);
+  params.Parameters(device.num_sms, stream, [&](auto value) { arguments->Add(value); });
+}
 
 }  // namespace jax_fa
 

@@ -10,9 +10,6 @@ const Table& KernelTable() {
   return table;
 }
 
-void FillArguments(const FwdParams&, const Device&, void*, Arguments*) {}
-void FillArguments(const BwdParams&, const Device&, void*, Arguments*) {}
-
 }  // namespace jax_fa
 
 #endif  // JAX_FA_HAS_GPU_KERNELS

@@ -1,42 +1,35 @@
-// Checks the choice of a variant, with a table written by hand.
+// Checks the lookup of variants, with a table written by hand.
 #include "kernel_table.h"
 
 #include <cstdio>
 #include <string>
 
+#include "testing.h"
+
 namespace jax_fa {
 namespace {
-
-int failed = 0;
-
-void Check(bool ok, const char* what) {
-  failed += !ok;
-  if (!ok) std::printf("FAILED %s\n", what);
-}
 
 // ---- The table ----------------------------------------------------------------------------------
 
 Object Named(const char* name) { return {name, nullptr, nullptr, nullptr, nullptr, 0}; }
 
-constexpr VariantKey Key(int64_t dim, MaskClass mask, bool has_soft_cap = false,
-                         DType dtype = DType::kBF16, bool is_split = false) {
-  return {Operation::kForward, 90, dtype, dim, dim, mask, has_soft_cap, is_split};
-}
+constexpr Takes kPlain{DType::kBF16, 128, 128, false};
+constexpr Takes kSplit{DType::kBF16, 128, 128, true};
 
 const Variant variants[] = {
-    {Key(64, MaskClass::kFull), Named("d64_full")},
-    {Key(128, MaskClass::kFull), Named("d128_full")},
-    {Key(128, MaskClass::kCausal), Named("d128_causal")},
-    {Key(128, MaskClass::kGeneral), Named("d128_general")},
-    {Key(128, MaskClass::kGeneral, true), Named("d128_general_cap")},
-    {Key(128, MaskClass::kGeneral, false, DType::kBF16, true), Named("d128_general_split")},
+    {kPlain, Named("fwd_sm90_bf16_d128_full")},
+    {kSplit, Named("fwd_sm90_bf16_d128_general_split")},
+    {kPlain, Named("bwd_sm90_bf16_d128_full")},
 };
-constexpr Capability capabilities[] = {{90, 90}, {100, 100}, {103, 100}};
+constexpr Capability capabilities[] = {
+    {90, "fwd", "sm90"},   {90, "bwd", "sm90"},   {100, "fwd", "sm100"},
+    {100, "bwd", "sm100"}, {103, "fwd", "sm103"}, {103, "bwd", "sm100"},
+};
 
 }  // namespace
 
 const Table& KernelTable() {
-  static const Table table{variants, 6, capabilities, 3};
+  static const Table table{variants, 3, capabilities, 6};
   return table;
 }
 
@@ -44,92 +37,68 @@ namespace {
 
 // ---- Tests --------------------------------------------------------------------------------------
 
-Problem Unmasked() {
+std::string Found(const char* operation, const char* family, const char* kernel) {
+  const Lookup found = FindVariant(operation, family, kernel);
+  return found.variant == nullptr ? "" : found.variant->object.name;
+}
+
+void OperationFamilyAndKernelNameAVariant() {
+  Check(Found("fwd", "sm90", "bf16_d128_full") == "fwd_sm90_bf16_d128_full", "forward");
+  Check(Found("bwd", "sm90", "bf16_d128_full") == "bwd_sm90_bf16_d128_full", "backward");
+  Check(Found("fwd", "sm100", "bf16_d128_full").empty(), "another family");
+  Check(Found("fwd", "sm90", "bf16_d128").empty(), "a part of the name");
+  Check(Found("fwd", "sm90", "").empty(), "no name");
+}
+
+void CapabilityAndOperationDecideTheFamily() {
+  Check(std::string(FamilyOf("fwd", 90)) == "sm90", "Hopper");
+  Check(std::string(FamilyOf("fwd", 103)) == "sm103", "kernels of its own");
+  Check(std::string(FamilyOf("bwd", 103)) == "sm100", "kernels of another family");
+  Check(FamilyOf("fwd", 80) == nullptr, "not compiled");
+}
+
+void ComplaintsSayWhatToDo() {
+  const std::string missing = FindVariant("fwd", "sm90", "bf16_d80_full").complaint;
+  Check(missing.find("fwd_sm90_bf16_d80_full, which is not among the 3 of this build. Lower it "
+                     "again") != std::string::npos,
+        missing.c_str());
+  const std::string older = FindVariant("fwd", "sm90", "").complaint;
+  Check(older.find("extension had version 1. Lower and export it again") != std::string::npos,
+        older.c_str());
+}
+
+void AVariantTakesWhatItWasCompiledFor() {
   Problem problem{};
   problem.dtype = DType::kBF16;
   problem.head_dim = problem.value_dim = 128;
-  problem.window_left = problem.window_right = kUnbounded;
-  return problem;
-}
-
-void BandDecidesTheMaskClass() {
-  const Extras none{};
-  Problem problem = Unmasked();
-  Check(MaskClassOf(problem, none) == MaskClass::kFull, "nothing masked");
-  problem.window_right = 0;
-  Check(MaskClassOf(problem, none) == MaskClass::kCausal, "causal");
-  problem.bottom_right = true;
-  Check(MaskClassOf(problem, none) == MaskClass::kCausal, "causal, aligned at the last key");
-  problem.window_left = 100;
-  Check(MaskClassOf(problem, none) == MaskClass::kGeneral, "causal window");
-  problem = Unmasked();
-  problem.window_right = 7;
-  Check(MaskClassOf(problem, none) == MaskClass::kGeneral, "window ahead");
-}
-
-void OperandsAndSoftCapNeedTheGeneralMask() {
-  const int32_t ints[1] = {};
-  const float floats[1] = {};
-  const int32_t* Extras::* const fields[] = {&Extras::q_lengths, &Extras::kv_lengths,
-                                             &Extras::cu_seqlens_q, &Extras::q_segments,
-                                             &Extras::q_offset};
-  for (const auto field : fields) {
-    Extras extras{};
-    extras.*field = ints;
-    Check(MaskClassOf(Unmasked(), extras) == MaskClass::kGeneral, "an operand of the mask");
+  Check(!Mismatch(variants[0], problem), "fits");
+  problem.num_splits = 1;
+  Check(!Mismatch(variants[0], problem), "one part is none");
+  problem.num_splits = 2;
+  Check(!Mismatch(variants[1], problem), "split keys");
+  Check(Mismatch(variants[0], problem) ==
+            "fwd_sm90_bf16_d128_full takes bfloat16, D = 128, Dv = 128, but is called with "
+            "bfloat16, D = 128, Dv = 128, split keys",
+        "splits it does not take");
+  problem.num_splits = 0;
+  Check(Mismatch(variants[1], problem).has_value(), "splits it needs");
+  for (int64_t Problem::* const field : {&Problem::head_dim, &Problem::value_dim}) {
+    Problem other = problem;
+    other.*field = 64;
+    Check(Mismatch(variants[0], other).has_value(), "a head size");
   }
-  Extras sinks{};
-  sinks.sinks = floats;
-  Check(MaskClassOf(Unmasked(), sinks) == MaskClass::kFull, "sinks do not mask");
-  Problem capped = Unmasked();
-  capped.soft_cap = 30.0f;
-  Check(MaskClassOf(capped, Extras{}) == MaskClass::kGeneral, "soft cap");
-}
-
-void KeyOfACallFindsItsVariant() {
-  FwdParams params{};
-  params.problem = Unmasked();
-  params.problem.soft_cap = 30.0f;
-  const Variant* capped = FindVariant(KeyOf(params, 90));
-  Check(capped != nullptr && std::string(capped->object.name) == "d128_general_cap", "soft cap");
-  params.problem = Unmasked();
-  const Variant* full = FindVariant(KeyOf(params, 90));
-  Check(full != nullptr && std::string(full->object.name) == "d128_full", "no mask");
-  params.scratch.num_splits = 1;
-  Check(FindVariant(KeyOf(params, 90)) == full, "one part");
-  params.scratch.num_splits = 2;
-  const Variant* split = FindVariant(KeyOf(params, 90));
-  Check(split != nullptr && std::string(split->object.name) == "d128_general_split", "split keys");
-  params.scratch = {};
-  Check(FindVariant(KeyOf(params, 100)) == nullptr, "another architecture");
-  BwdParams backward{};
-  backward.problem = Unmasked();
-  Check(FindVariant(KeyOf(backward, 90)) == nullptr, "another operation");
-}
-
-void CapabilityDecidesTheArchitecture() {
-  Check(ArchOf(90) == 90 && ArchOf(103) == 100, "compiled");
-  Check(ArchOf(80) == 0, "not compiled");
-}
-
-void RefusalNamesTheNearest() {
-  const std::string dims = Refusal(Key(80, MaskClass::kFull));
-  Check(dims.find("sm90, bfloat16, D = 80, Dv = 80, full mask. ") != std::string::npos, "the key");
-  Check(dims.find("Nearest of 6 compiled: d64_full d128_full d128_causal.") != std::string::npos,
-        "same mask first");
-  const std::string dtype = Refusal(Key(128, MaskClass::kCausal, false, DType::kF32));
-  Check(dtype.find("compiled: d128_causal ") != std::string::npos, "same shape before same dtype");
+  problem.dtype = DType::kF16;
+  Check(Mismatch(variants[0], problem).has_value(), "an element type");
 }
 
 }  // namespace
 }  // namespace jax_fa
 
 int main() {
-  jax_fa::BandDecidesTheMaskClass();
-  jax_fa::OperandsAndSoftCapNeedTheGeneralMask();
-  jax_fa::KeyOfACallFindsItsVariant();
-  jax_fa::CapabilityDecidesTheArchitecture();
-  jax_fa::RefusalNamesTheNearest();
+  jax_fa::OperationFamilyAndKernelNameAVariant();
+  jax_fa::CapabilityAndOperationDecideTheFamily();
+  jax_fa::ComplaintsSayWhatToDo();
+  jax_fa::AVariantTakesWhatItWasCompiledFor();
   std::printf("kernel_table_test: %d failed\n", jax_fa::failed);
   return jax_fa::failed != 0;
 }

@@ -9,15 +9,10 @@
 #include <thread>
 #include <vector>
 
+#include "testing.h"
+
 namespace jax_fa {
 namespace {
-
-int failed = 0;
-
-void Check(bool ok, const char* what) {
-  failed += !ok;
-  if (!ok) std::printf("FAILED %s\n", what);
-}
 
 // Threads of a pool that outlive each loop.
 struct Threads {

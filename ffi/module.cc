@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -17,13 +16,14 @@
 #include "handlers_cpu.h"
 #include "handlers_cuda.h"
 #include "record.h"
+#include "schema.h"
 
 namespace nb = nanobind;
 
 namespace {
 
 // Raised whenever operands or attributes change; bindings.py refuses another number.
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 
 nb::capsule Handler(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -67,26 +67,30 @@ std::pair<int64_t, int64_t> RowsOf(const std::vector<int64_t>& window, int64_t k
   return {rows.lo, rows.hi};
 }
 
-// Scratch of a call as the compiled side expects it, for the test that compares it with abi.py.
+// Scratch of a call as the compiled side expects it, for the test that compares it with scratch.py.
 // extents: the fields of Problem from batch to value_dim. Of a forward if num_splits is not 0.
 nb::list ScratchShapes(const std::vector<int64_t>& extents, bool deterministic,
                        int64_t num_splits) {
   jax_fa::Problem problem{};
-  int64_t* const fields[] = {&problem.batch,    &problem.num_sequences, &problem.q_len,
-                             &problem.kv_len,   &problem.num_q_heads,   &problem.num_kv_heads,
-                             &problem.head_dim, &problem.value_dim};
-  for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = extents.at(i);
+  size_t next = 0;
+  jax_fa::Problem::Extents(problem, [&](const char*, int64_t& x) { x = extents.at(next++); });
   problem.scale = 1;
   problem.deterministic = deterministic;
+  problem.num_splits = num_splits;
   if (const jax_fa::Complaint complaint = jax_fa::CheckProblem(problem)) {
     throw std::invalid_argument("scratch_shapes: " + *complaint);
   }
   nb::list arrays;
-  for (const jax_fa::ScratchArray& array : num_splits > 0
-                                               ? jax_fa::ForwardScratch(problem, num_splits)
-                                               : jax_fa::BackwardScratch(problem)) {
-    arrays.append(nb::make_tuple(array.name, array.shape, array.is_int32 ? "int32" : "float32"));
-  }
+  const auto append = [&, letters = jax_fa::ExtentsOf(problem)](const jax_fa::Array& array, auto&) {
+    std::vector<int64_t> shape;
+    for (size_t i = 0; i < array.rank; ++i) shape.push_back(letters[array.dims[i]]);
+    const bool is_int32 = array.element == jax_fa::Element::kInt32;
+    arrays.append(nb::make_tuple(array.name, shape, is_int32 ? "int32" : "float32"));
+  };
+  const jax_fa::FwdParams forward{};
+  const jax_fa::BwdParams backward{};
+  num_splits > 0 ? jax_fa::FwdParams::Scratch(forward, append)
+                 : jax_fa::BwdParams::Scratch(backward, append);
   return arrays;
 }
 

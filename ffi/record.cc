@@ -4,12 +4,14 @@
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "checks.h"
 #include "driver.h"
 #include "kernel_table.h"
-#include "kernels.h"
+#include "schema.h"
 
 namespace nb = nanobind;
 
@@ -36,10 +38,6 @@ class Fields {
     }
     return value;
   }
-  template <typename T>
-  void Address(const char* name, T** pointer) {
-    *pointer = reinterpret_cast<T*>(Number<uintptr_t>(name));
-  }
   void CheckAllRead() const {
     if (num_read_ != nb::len(values_)) {
       throw std::invalid_argument("record: the call has fields that this operation does not");
@@ -59,70 +57,34 @@ DType ReadDType(Fields& fields) {
   throw std::invalid_argument("record: dtype is '" + name + "', not a kernel's element type");
 }
 
-Problem ReadProblem(Fields& fields) {
-  Problem p{};
-  p.dtype = ReadDType(fields);
-  p.batch = fields.Number<int64_t>("batch");
-  p.num_sequences = fields.Number<int64_t>("num_sequences");
-  p.q_len = fields.Number<int64_t>("q_len");
-  p.kv_len = fields.Number<int64_t>("kv_len");
-  p.num_q_heads = fields.Number<int64_t>("num_q_heads");
-  p.num_kv_heads = fields.Number<int64_t>("num_kv_heads");
-  p.head_dim = fields.Number<int64_t>("head_dim");
-  p.value_dim = fields.Number<int64_t>("value_dim");
-  p.scale = fields.Number<float>("scale");
-  p.soft_cap = fields.Number<float>("soft_cap");
-  p.window_left = fields.Number<int32_t>("window_left");
-  p.window_right = fields.Number<int32_t>("window_right");
-  p.bottom_right = fields.Number<bool>("bottom_right");
-  p.deterministic = fields.Number<bool>("deterministic");
-  const char* mask_mod = fields.Number<const char*>("mask_mod");  // lives as long as the call
-  p.mask_mod = mask_mod == nullptr ? "" : mask_mod;
-  return p;
-}
-
-// What both operations have.
+// What is absent is 0, or empty. Texts live as long as the call.
 template <typename Params>
-Params ReadInputs(Fields& fields) {
+Params ReadParams(Fields& fields) {
   Params params{};
-  params.problem = ReadProblem(fields);
-  Extras& extras = params.extras;
-  fields.Address("q_lengths", &extras.q_lengths);
-  fields.Address("kv_lengths", &extras.kv_lengths);
-  fields.Address("cu_seqlens_q", &extras.cu_seqlens_q);
-  fields.Address("cu_seqlens_k", &extras.cu_seqlens_k);
-  fields.Address("q_segments", &extras.q_segments);
-  fields.Address("kv_segments", &extras.kv_segments);
-  fields.Address("q_offset", &extras.q_offset);
-  fields.Address("sinks", &extras.sinks);
-  fields.Address("q", &params.q);
-  fields.Address("k", &params.k);
-  fields.Address("v", &params.v);
-  fields.Address("out", &params.out);
-  fields.Address("lse", &params.lse);
-  return params;
-}
-
-FwdParams ReadForward(Fields& fields) {
-  FwdParams params = ReadInputs<FwdParams>(fields);
-  fields.Address("out_parts", &params.scratch.out_parts);
-  fields.Address("lse_parts", &params.scratch.lse_parts);
-  params.scratch.num_splits = fields.Number<int64_t>("num_splits");
-  return params;
-}
-
-BwdParams ReadBackward(Fields& fields) {
-  BwdParams params = ReadInputs<BwdParams>(fields);
-  fields.Address("dout", &params.dout);
-  fields.Address("dlse", &params.dlse);
-  fields.Address("dq", &params.dq);
-  fields.Address("dk", &params.dk);
-  fields.Address("dv", &params.dv);
-  fields.Address("dsinks", &params.dsinks);
-  fields.Address("dq_sum", &params.scratch.dq_sum);
-  fields.Address("row_stats", &params.scratch.row_stats);
-  fields.Address("dkv_sums", &params.scratch.dkv_sums);
-  fields.Address("turns", &params.scratch.turns);
+  Problem& p = params.problem;
+  p.dtype = ReadDType(fields);
+  const auto number = [&fields](const char* name, auto& value) {
+    value = fields.Number<std::decay_t<decltype(value)>>(name);
+  };
+  const auto attribute = [&](const char* name, auto& value, bool) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, std::string_view>) {
+      const char* text = fields.Number<const char*>(name);
+      value = text == nullptr ? "" : text;
+    } else {
+      number(name, value);
+    }
+  };
+  const auto address = [&fields](const Array& array, auto& pointer) {
+    using Pointer = std::decay_t<decltype(pointer)>;
+    pointer = reinterpret_cast<Pointer>(fields.Number<uintptr_t>(array.name));
+  };
+  Problem::Extents(p, number);
+  Problem::Attributes(p, attribute);
+  Params::Operands(params, address);
+  Params::Results(params, address);
+  Params::Scratch(params, address);
+  if constexpr (std::is_same_v<Params, FwdParams>) number("num_splits", p.num_splits);
+  fields.CheckAllRead();
   return params;
 }
 
@@ -153,8 +115,8 @@ void Raise(const Complaint& complaint) {
 
 template <typename Params>
 nb::dict RecordCall(const Params& params, const Device& device) {
-  const int32_t arch = ArchOf(device.capability);
-  if (arch == 0) {
+  const char* family = FamilyOf(Params::kOperation, device.capability);
+  if (family == nullptr) {
     throw std::invalid_argument("record: no kernels are compiled for compute capability " +
                                 std::to_string(device.capability));
   }
@@ -162,9 +124,9 @@ nb::dict RecordCall(const Params& params, const Device& device) {
   Raise(CheckGpuProblem(params.problem));
   Raise(CheckArrays(params));
   Raise(CheckScratch(params));
-  const VariantKey key = KeyOf(params, arch);
-  const Variant* variant = FindVariant(key);
-  if (variant == nullptr) throw std::invalid_argument("record: " + Refusal(key));
+  const auto [variant, complaint] = FindVariant(Params::kOperation, family, params.problem.kernel);
+  if (variant == nullptr) Raise(complaint);
+  Raise(Mismatch(*variant, params.problem));
   Arguments arguments;
   FillArguments(params, device, nullptr, &arguments);
   std::vector<Launch> launches;
@@ -190,16 +152,8 @@ nb::dict Record(const std::string& operation, int32_t capability, const nb::dict
   }
   const Device device{capability, num_sms};
   Fields fields(call);
-  if (operation == "fwd") {
-    const FwdParams params = ReadForward(fields);
-    fields.CheckAllRead();
-    return RecordCall(params, device);
-  }
-  if (operation == "bwd") {
-    const BwdParams params = ReadBackward(fields);
-    fields.CheckAllRead();
-    return RecordCall(params, device);
-  }
+  if (operation == "fwd") return RecordCall(ReadParams<FwdParams>(fields), device);
+  if (operation == "bwd") return RecordCall(ReadParams<BwdParams>(fields), device);
   throw std::invalid_argument("record: operation is '" + operation + "', not 'fwd' or 'bwd'");
 }
 

@@ -13,6 +13,6 @@ stand_in.__path__ = [str(Path(__file__).resolve().parent.parent / "jax_fa")]
 sys.modules["jax_fa"] = stand_in
 
 if __name__ == "__main__":
-    from jax_fa import aot
+    from jax_fa.aot import compiler
 
-    sys.exit(aot.main())
+    sys.exit(compiler.main())

@@ -1,10 +1,11 @@
-"""Exact fused attention for JAX. ``jax_fa.attention`` is a drop-in for jax.nn's."""
+"""Exact fused attention for JAX. ``jax_fa.attention`` replaces that of ``jax.nn``."""
 
 from pkgutil import extend_path as _extend_path
 
 # In a checkout this folder shadows the installed package, which is where the extension is.
 __path__ = _extend_path(__path__, __name__)
 
+from jax_fa import parallel as parallel
 from jax_fa.api import Explanation as Explanation
 from jax_fa.api import attention as attention
 from jax_fa.api import attention_varlen as attention_varlen
@@ -12,12 +13,12 @@ from jax_fa.api import attention_with_lse as attention_with_lse
 from jax_fa.api import backward as backward
 from jax_fa.api import explain as explain
 from jax_fa.api import forward as forward
-from jax_fa.bindings import export_disabled_checks as export_disabled_checks
-from jax_fa.bindings import register as _register
 from jax_fa.drop_in import replace_jax_nn as replace_jax_nn
-from jax_fa.emulated import emulation as emulation
-from jax_fa.operations import FallbackWarning as FallbackWarning
-from jax_fa.partitioning import register as _register_partitioner
+from jax_fa.runtime.bindings import export_disabled_checks as export_disabled_checks
+from jax_fa.runtime.bindings import register as _register
+from jax_fa.runtime.emulation_settings import emulation as emulation
+from jax_fa.runtime.partitioner import register as _register_partitioner
+from jax_fa.runtime.primitives import FallbackWarning as FallbackWarning
 
 __version__ = "0.1.0"
 

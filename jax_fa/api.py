@@ -1,7 +1,10 @@
-"""The public functions: documentation, and the way from checked arguments to an implementation."""
+"""The public functions: their documentation, and the choice of an implementation."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
@@ -10,11 +13,21 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_fa import arguments, bindings, blockwise, checks, mask_mods, operations, vjp
-from jax_fa.arguments import Call, Keywords, Options, Packing, WindowSize
-from jax_fa.band import Alignment
-from jax_fa.choice import Choice, Implementation, choose, name_of
-from jax_fa.problem import KERNEL_DTYPES, Problem
+from jax_fa.mask_mods import MaskFunction
+from jax_fa.runtime import (
+    arguments,
+    bindings,
+    blockwise,
+    checks,
+    partitioner,
+    primitives,
+    strategies,
+    vjp,
+)
+from jax_fa.runtime.arguments import Call, Explained, Keywords, Options, PackingKeywords, WindowSize
+from jax_fa.runtime.dispatch import Choice, Implementation, choose
+from jax_fa.spec.band import Alignment
+from jax_fa.spec.problem import Problem
 
 
 def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
@@ -38,9 +51,9 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
     causal_alignment: Alignment = "top_left",
     query_offset: ArrayLike | None = None,
     deterministic: bool = False,
-    mask_mod: str | None = None,
+    mask_mod: MaskFunction | None = None,
 ) -> Any:
-    """softmax(scale * query key^T over the visible keys) value: exact, without T x S memory.
+    """Exact attention, softmax(scale * query key^T) value over the visible keys, in O(T) memory.
 
     A drop-in for ``jax.nn.dot_product_attention``: same arguments, shapes, alignment and error
     classes. Letters: B batch, T query length, S key length, N query heads, K key/value heads
@@ -49,59 +62,59 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
     Args:
         query: [B, T, N, D] or [T, N, D]; float32, bfloat16 or float16 (float64 runs unfused).
         key: [B, S, K, D] or [S, K, D], dtype of query.
-        value: [B, S, K, Dv] or [S, K, Dv], dtype of query. Dv may differ from D.
+        value: [B, S, K, Dv] or [S, K, Dv], dtype of query. Dv may differ from D. GPU kernels take
+            both up to 256, and copies padded with zeros where none has that size (``explain``).
         bias: added to the scaled logits; 4-D (or fewer), broadcastable to [B, N, T, S]. Runs
             unfused; its gradient is supported.
-        mask: bool, True takes part; shapes as of bias. Runs unfused: prefer is_causal,
-            local_window_size, lengths and segment ids, which skip what they hide.
-        scale: factor of the logits; D ** -0.5 if None. 0, or of magnitude 1e-30 to 1e30. A traced
-            scalar runs unfused.
+        mask: bool, True where a query sees a key; shapes as for bias. Kernels read it as packed
+            bits and skip the blocks that it hides; is_causal, local_window_size, lengths
+            and segment ids say the same in less memory.
+        scale: factor applied to the logits; D ** -0.5 if None. 0, or a magnitude from 1e-30 to
+            1e30. A traced scalar runs unfused.
         is_causal: a query sees no key beyond its diagonal.
         query_seq_lengths: int32 [B]; rows beyond give 0, and lse = -inf.
-        key_value_seq_lengths: int32 [B]; keys beyond are invisible. NaN there does no harm.
+        key_value_seq_lengths: int32 [B]; keys beyond are hidden, and may be NaN.
         local_window_size: w or (left, right): keys seen before and beyond the diagonal; None on
             one side leaves it unbounded.
-        implementation: None picks the fastest that serves the problem on the platform the
-            computation is lowered for. "cpu" and "cuda" force compiled kernels, "xla" the unfused
-            path (differentiable in any mode), "cudnn" delegates to jax.nn, "emulated" runs the
-            kernels of a GPU on the CPU (``jax_fa.emulation`` says of which).
-        return_residual: also return the log-sum-exp [B, T, N] in the dtype of key and without
-            gradient, as jax.nn does. ``attention_with_lse`` gives it in float32 with gradient.
+        implementation: None picks the fastest one for the platform the computation is lowered for.
+            "cpu" and "cuda" force compiled kernels, "xla" the unfused path (differentiable in any
+            mode), "cudnn" delegates to jax.nn, and "emulated" runs GPU kernels on the CPU
+            (``jax_fa.emulation`` chooses the GPU).
+        return_residual: also return the log-sum-exp [B, T, N], in the dtype of key and without a
+            gradient, as jax.nn does. ``attention_with_lse`` returns it in float32, with one.
         query_segment_ids: integers [B, T] that fit int32; a query sees only keys of its own segment
-            (packed documents). Of wider types than int32, here and below, values are read, so they
-            must not be traced.
+            (packed documents). Wider types than int32, here and below, must not be traced: their
+            values are checked.
         key_value_segment_ids: int32 [B, S]; goes with query_segment_ids.
         logits_soft_cap: c bounds the logits to c * tanh(logits / c), after scale and bias and
             before masking; 1e-4 to 1e4.
         sinks: float32 [N], one extra logit per head in the denominator; differentiable. At most
-            1e4, -inf for a head without; NaN makes its head's results NaN.
+            1e4; -inf for a head without a sink. NaN makes the results of its head NaN.
         causal_alignment: where the diagonal of causal and windowed attention lies: "top_left"
             starts it at key 0, "bottom_right" ends it at the last used key of the last used row.
         query_offset: integer scalar or [B] that fits int32, may be traced: position of query row 0,
-            added to the diagonal (context parallelism, decoding). Beyond 2 ** 28 in magnitude it
-            counts as that.
-        deterministic: identical bits of the gradient on every run.
-        mask_mod: name of a function of positions that hides further keys: "chunked_N" (causal
-            within chunks of N), "prefix_lm_N" (causal, the first N keys seen by all), or
-            "module:function" (``jax_fa.mask_mods``), which imports the module and calls the
-            function: executes code. GPU kernels serve those that the build compiled (``python -m
-            jax_fa.aot --mask-mod``), but for Hopper's backward; anything else runs unfused.
+            added to the diagonal (context parallelism, decoding). Clamped to 2 ** 28 in magnitude.
+        deterministic: bitwise-reproducible gradients.
+        mask_mod: function (batch, q_head, q_position, kv_position) -> bool that hides further keys,
+            of int32 arrays that broadcast (``jax_fa.mask_mods``, which has some). It becomes the
+            packed bits of a mask, without an array of all pairs; outside jit it is evaluated, and
+            compiled, anew in each call.
 
     Returns:
         [B, T, N, Dv] (or [T, N, Dv]) in the dtype of query; with return_residual a tuple
         (output, residual). A row that sees no key gives 0 and lse = -inf, where jax.nn averages
         all values.
 
-    Arrays may be traced. Everything else decides what is compiled: Python or NumPy values, and in
-    a jitted function arguments that ``static_argnames`` lists. Flags are True or False, nothing
-    that merely counts as one of them.
+    Arrays may be traced. All other arguments decide what is compiled: they are Python or NumPy
+    values, which a jitted function lists in ``static_argnames``. Flags are True or False, not
+    merely truthy values.
 
     Raises:
         ValueError: arguments contradict each other, or have a wrong shape or value.
         TypeError: an argument is of a wrong type, or traced where it may not be; bias or mask does
             not broadcast.
-        NotImplementedError: a forced implementation does not serve the problem, or a derivative
-            that does not exist was asked for.
+        NotImplementedError: a forced implementation does not serve the problem, or the requested
+            derivative does not exist.
 
     Source: Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
     IO-Awareness", arXiv:2205.14135; Dao, "FlashAttention-2", arXiv:2307.08691.
@@ -128,10 +141,31 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
     call = arguments.dense((query, key, value), options)
     if call.implementation == "cudnn":
         return _cudnn((query, key, value), options, return_residual)
-    out, lse = _run(call)
-    if return_residual:
-        return out, jax.lax.stop_gradient(lse.astype(call.operands.k.dtype))
-    return out
+    return _as_jax_nn(call, return_residual)
+
+
+def attention_on_kernels(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    return_residual: bool = False,
+    **options: Unpack[Keywords],
+) -> Callable[[], Any] | None:
+    """A function that runs ``attention``, or None if no kernel of the default backend serves it.
+
+    Arguments and errors are those of ``attention``; the function returned raises none of them.
+    """
+    if bias is not None:
+        return None
+    return_residual = checks.flag("return_residual", return_residual)
+    call = without_cudnn(arguments.dense((query, key, value), {"mask": mask, **options}))
+    problem = _problem(call)
+    if _choice(call, problem, jax.default_backend()).implementation == "xla":
+        return None
+    return functools.partial(_as_jax_nn, call, return_residual)
 
 
 def attention_with_lse(
@@ -142,24 +176,24 @@ def attention_with_lse(
     mask: ArrayLike | None = None,
     **options: Unpack[Keywords],
 ) -> tuple[Array, Array]:
-    """As ``attention``, returning also the log-sum-exp: float32, with gradient.
+    """``attention`` that also returns the log-sum-exp, in float32 and differentiable.
 
     Args:
         query: [B, T, N, D] or [T, N, D].
         key: [B, S, K, D] or [S, K, D].
         value: [B, S, K, Dv] or [S, K, Dv].
-        bias: as of ``attention``.
-        mask: as of ``attention``.
-        **options: keywords of ``attention`` but for ``return_residual`` and
+        bias: as for ``attention``.
+        mask: as for ``attention``.
+        **options: keywords of ``attention`` except ``return_residual`` and
             ``implementation="cudnn"``.
 
     Returns:
         out [B, T, N, Dv] and lse float32 [B, T, N] (natural log of the whole denominator, sinks
-        included; -inf for a row without). Both are differentiable: partial results over disjoint
-        keys merge by their LSE, and gradients flow through the merge.
+        included; -inf for a row that sees no key). Both are differentiable: partial results over
+        disjoint keys can be merged by their LSE, and gradients flow through the merge.
     """
     given: Options = {"bias": bias, "mask": mask, **options}
-    return _run(_without_cudnn(arguments.dense((query, key, value), given)))
+    return _run(without_cudnn(arguments.dense((query, key, value), given)))
 
 
 def attention_varlen(
@@ -182,29 +216,31 @@ def attention_varlen(
         key: [total_k, K, D].
         value: [total_k, K, Dv].
         cu_seqlens_q: int32 [M + 1], ascending: sequence m holds the rows
-            ``cu_seqlens_q[m] .. cu_seqlens_q[m + 1]``. Rows of no sequence give 0. Others than
-            from 0 to total_q are refused where their values are at hand: not traced, and not on a
-            GPU. Elsewhere a border counts as within the array and as no smaller than those before
-            it.
+            ``cu_seqlens_q[m] .. cu_seqlens_q[m + 1]``. Rows of no sequence give 0. Borders outside
+            0 to total_q are refused if their values can be read here (not traced, not on a GPU);
+            otherwise each is clamped to the array, and to be no smaller than those before it.
         cu_seqlens_k: int32 [M + 1], likewise for key and value.
         max_seqlen_q: an upper bound of the query lengths; accepted for compatibility, not needed.
-            One that does not hold is refused where cu_seqlens_q is at hand.
+            A bound that does not hold is refused if cu_seqlens_q can be read.
         max_seqlen_k: likewise for keys.
-        seqused_q: int32 [M], used rows of each sequence, if fewer than its slot holds.
-        seqused_k: int32 [M], used keys of each sequence.
-        **options: keywords of ``attention`` but for bias, mask, lengths and return_residual.
+        seqused_q: int32 [M], rows used of each sequence, if fewer than its slot holds.
+        seqused_k: int32 [M], keys used of each sequence.
+        **options: keywords of ``attention`` except bias, mask, lengths and return_residual.
             ``sinks`` is [N], ``query_offset`` a scalar or [M], segment ids [total_q] and [total_k].
 
     Returns:
         [total_q, N, Dv] in the dtype of query.
     """
-    packing = Packing(
-        borders=(cu_seqlens_q, cu_seqlens_k),
-        used=(seqused_q, seqused_k),
-        longest=(max_seqlen_q, max_seqlen_k),
-    )
+    packing: PackingKeywords = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+    }
     call = arguments.packed((query, key, value), packing, options)
-    return _run(_without_cudnn(call))[0][0]
+    return _run(without_cudnn(call))[0][0]
 
 
 def forward(
@@ -212,11 +248,11 @@ def forward(
 ) -> tuple[Array, Array]:
     """The forward operation alone: (out, lse), without a gradient rule.
 
-    Takes the arguments of ``attention_with_lse`` but for bias and mask. For code that combines
-    operations itself (ring attention, split keys); see ``backward``.
+    Takes the arguments of ``attention_with_lse`` except bias. For code that combines
+    partial results itself (ring attention, split keys); see ``backward``.
     """
     call = _for_operations("forward", arguments.dense((query, key, value), options))
-    out, lse = operations.forward(call.operands, call.semantics, call.implementation)
+    out, lse = primitives.forward(call.masked, call.semantics, call.implementation)
     return call.as_given(out), call.as_given(lse)
 
 
@@ -232,24 +268,24 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
 ) -> tuple[Array, ...]:
     """The backward operation alone, from a given LSE.
 
-    Where ``key`` and ``value`` are one part of all keys, ``out`` and ``lse`` are those over all of
-    them: the gradients of the parts then add up (ring attention).
+    If ``key`` and ``value`` are one part of the keys, pass ``out`` and ``lse`` over all keys: the
+    gradients of the parts then add up (ring attention).
 
     Args:
-        query: as of ``forward``.
-        key: as of ``forward``.
-        value: as of ``forward``.
+        query: as for ``forward``.
+        key: as for ``forward``.
+        value: as for ``forward``.
         out: output of the forward, [B, T, N, Dv] or [T, N, Dv].
         lse: float32 [B, T, N] or [T, N].
         dout: cotangent of out.
         dlse: cotangent of lse; zero if None.
-        **options: those of the forward.
+        **options: as for ``forward``.
 
     Returns:
         (dquery, dkey, dvalue), and dsinks float32 [N] where ``sinks`` was given.
     """
     call = _for_operations("backward", arguments.dense((query, key, value), options))
-    operands = call.operands
+    operands = call.masked
     out_shape = (*operands.q.shape[:3], operands.v.shape[3])
     dlse = jnp.zeros(out_shape[:3], jnp.float32) if dlse is None else dlse
     saved = (
@@ -260,29 +296,44 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
         arguments.result("dout", dout, out_shape, operands.q.dtype),
         arguments.result("dlse", dlse, out_shape[:3], jnp.float32),
     )
-    grads = operations.backward(operands, call.semantics, saved, cotangents, call.implementation)
+    grads = primitives.backward(operands, call.semantics, saved, cotangents, call.implementation)
     dqkv = tuple(call.as_given(g) for g in grads[:3])
     return dqkv if grads.sinks is None else (*dqkv, jnp.sum(grads.sinks, axis=0))
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``attention`` would run; ``str()`` of it is one readable line.
+    """The implementation that a call would run; ``str()`` gives one readable line.
 
     Attributes:
         platform: the platform asked about.
         choice: the implementation, its kernel and the reason.
         problem: what was asked, as kernels see it.
+        sharing: the mesh axes that split sequences, their size and the strategy by which devices
+            share them (``jax_fa.parallel``); empty if the query's sharding splits none.
     """
 
     platform: str
     choice: Choice
     problem: Problem
+    sharing: str = ""
 
     def __str__(self) -> str:
-        """Platform, implementation, kernel and reason."""
+        """Platform, implementation, kernel and reason; what is packed, and who shares it."""
         kernel = f" ({self.choice.kernel})" if self.choice.kernel else ""
-        return f"{self.platform}: {self.choice.implementation}{kernel}: {self.choice.reason}"
+        text = f"{self.platform}: {self.choice.implementation}{kernel}: {self.choice.reason}"
+        problem = self.problem
+        if problem.is_packed:
+            text = (
+                f"{text.rstrip('.')}. Packed: {problem.num_sequences} sequences in "
+                f"{problem.q_len} rows of query, and in {problem.kv_len} of key and value"
+            )
+        if problem.has_mask:
+            shape = (problem.mask_batch, problem.mask_heads, problem.mask_rows, problem.mask_width)
+            text = f"{text.rstrip('.')}. Mask: {math.prod(shape) / 2**18:.3g} MiB of bits"
+        if self.sharing:
+            text = f"{text.rstrip('.')}. Shared: {self.sharing}"
+        return text
 
 
 _PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
@@ -296,23 +347,30 @@ def explain(
     mask: Any = None,
     *,
     platform: str | None = None,
-    **options: Unpack[Keywords],
+    **options: Unpack[Explained],
 ) -> Explanation:
-    """Which implementation ``attention`` would use for these arguments, and why; computes nothing.
+    """Explains which implementation a call would use, and why; computes nothing.
+
+    The call is that of ``attention``, or of ``attention_varlen`` where ``cu_seqlens_q`` and
+    ``cu_seqlens_k`` are given, by keyword: query, key and value are then packed::
+
+        print(jax_fa.explain(q, k, v, cu_seqlens_q=borders, cu_seqlens_k=borders, is_causal=True))
 
     Args:
-        query: an array or a ``jax.ShapeDtypeStruct``, as are all array arguments.
-        key: as of ``attention``.
-        value: as of ``attention``, as are the following two.
-        bias: added to the scaled logits.
-        mask: bool, True takes part.
+        query: an array or a ``jax.ShapeDtypeStruct``, as are all array arguments. If its sharding
+            splits tokens, the answer names the strategy by which devices share them.
+        key: as for ``attention``.
+        value: as for ``attention``.
+        bias: as for ``attention``.
+        mask: as for ``attention``.
         platform: "cpu", "cuda" (or "gpu"), "rocm", "tpu"; the default backend's if None.
-        **options: keywords of ``attention``, but for ``return_residual``.
+        **options: keywords of ``attention`` except ``return_residual``; or those of
+            ``attention_varlen``, without bias and mask.
 
     Raises:
-        ValueError: as ``attention`` would, or the platform is unknown.
-        TypeError: as ``attention`` would.
-        NotImplementedError: as ``attention`` would.
+        ValueError: the call would raise it, or the platform is unknown.
+        TypeError: the call would raise it.
+        NotImplementedError: the call would raise it.
     """
     default = jax.default_backend()
     if platform is None:
@@ -323,59 +381,64 @@ def explain(
     # Values stay values: what is a number to `attention` has to be one here.
     shapes = {name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
     calls: list[Call] = []
+    problems: list[Problem] = []
 
     def check(arrays: dict[str, Any]) -> None:
         rest = {**given, **arrays}
         qkv = (rest.pop("query"), rest.pop("key"), rest.pop("value"))
-        calls.append(arguments.dense(qkv, cast(Options, rest)))
+        calls.append(arguments.named(qkv, rest))
+        problems.append(_problem(calls[-1]))
 
     jax.eval_shape(check, shapes)
-    (call,) = calls
-    problem = Problem.of(call.operands, call.semantics)
-    return Explanation(platform, _choice(call, problem, platform), problem)
+    (call,), (problem,) = calls, problems
+    choice = _choice(call, problem, platform)
+    at_hand = query if not isinstance(query, jax.core.Tracer) else jax.typeof(query)
+    sharing = partitioner.explained(
+        call, getattr(at_hand, "sharding", None), on_kernels=choice.implementation != "xla"
+    )
+    return Explanation(platform, choice, problem, sharing)
 
 
 # ---------------------------------------------------------------------------------------- running
 
 
-def _needs_reference(call: Call) -> str | None:
-    """Why no kernel of any platform can serve a call; None if one may."""
-    if call.bias is not None or call.mask is not None:
-        return "a dense mask or bias is a T x S array already, and runs unfused"
-    if isinstance(cast(Any, call.semantics.scale), jax.core.Tracer):
-        return "a traced scale runs unfused; a Python number lets kernels serve the call"
-    name = call.semantics.mask_mod
-    if name is not None and not mask_mods.sees_positions_only(mask_mods.resolve(name)):
-        return f"mask_mod={name!r} depends on batch or head; kernels take functions of positions"
-    if str(call.operands.q.dtype) not in KERNEL_DTYPES:
-        return f"kernels take {', '.join(KERNEL_DTYPES)}, not {call.operands.q.dtype}"
-    return None
+def _problem(call: Call) -> Problem:
+    """What kernels are asked."""
+    operands = call.operands if arguments.needs_reference(call) else call.masked
+    return Problem.of(operands, call.semantics)
 
 
 def _choice(call: Call, problem: Problem, platform: str) -> Choice:
-    reason = _needs_reference(call)
+    reason = arguments.needs_reference(call)
     if reason is None:
         target = bindings.target(platform, call.implementation)
         return choose(problem, target, call.implementation)
-    if call.implementation in (None, "xla"):
-        return Choice("xla", "", reason)
-    asked = name_of(call.implementation)
-    raise NotImplementedError(
-        f"attention: implementation={asked!r} does not serve this call: {reason}. "
-        f"Use implementation=None or 'xla'."
-    )
+    arguments.check_unfused(call, reason)
+    return Choice("xla", "", reason)
 
 
 def _run(call: Call) -> tuple[Array, Array]:
-    if call.implementation == "xla" or _needs_reference(call) is not None:
-        _choice(call, Problem.of(call.operands, call.semantics), "any")
-        out, lse = blockwise.forward(call.operands, call.semantics, call.bias, call.mask)
+    reason = arguments.needs_reference(call)
+    if strategies.splits_tokens(call):
+        out, lse = strategies.over_mesh(call.as_dense)
+    elif call.implementation == "xla" or reason is not None:
+        arguments.check_unfused(call, reason)
+        out, lse = blockwise.forward(call.with_words, call.semantics, call.bias, call.mask)
     else:
-        out, lse = vjp.attention(call.operands, call.semantics, call.implementation)
+        out, lse = vjp.attention(call.masked, call.semantics, call.implementation)
     return call.as_given(out), call.as_given(lse)
 
 
-def _without_cudnn(call: Call) -> Call:
+def _as_jax_nn(call: Call, return_residual: bool) -> Any:
+    """Runs a call, with the result in the form of ``jax.nn.dot_product_attention``."""
+    out, lse = _run(call)
+    if return_residual:
+        return out, jax.lax.stop_gradient(lse.astype(call.operands.k.dtype))
+    return out
+
+
+def without_cudnn(call: Call) -> Call:
+    """The call, if jax.nn is not to serve it."""
     if call.implementation == "cudnn":
         raise NotImplementedError(
             "attention: implementation='cudnn' is jax.nn.dot_product_attention and serves "
@@ -385,7 +448,7 @@ def _without_cudnn(call: Call) -> Call:
 
 
 def _for_operations(name: str, call: Call) -> Call:
-    reason = _needs_reference(_without_cudnn(call))
+    reason = arguments.needs_reference(without_cudnn(call))
     if reason is not None:
         raise NotImplementedError(
             f"attention: {name} is the kernel operation alone, and {reason}. Use jax_fa.attention."

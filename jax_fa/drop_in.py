@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_fa.api import attention, explain
+from jax_fa.api import attention_on_kernels
 
 _ORIGINAL = jax.nn.dot_product_attention
 
@@ -17,7 +17,7 @@ _is_active = jax.make_user_context(default_value=False)
 
 
 class _Replacement(AbstractContextManager[None]):
-    """What ``jax.nn.dot_product_attention`` was, to be put back at the end of a ``with`` block."""
+    """Restores the replaced ``jax.nn.dot_product_attention`` at the end of a ``with`` block."""
 
     def __init__(self) -> None:
         self._before = jax.nn.dot_product_attention
@@ -41,17 +41,17 @@ def replace_jax_nn() -> AbstractContextManager[None]:
             step(state, batch)
 
     For models that call jax.nn, such as layers of ``flax.nnx``, and should not be edited.
-    A call that kernels serve on the default backend runs them, whatever implementation it names;
-    all others (masks, biases, types or head sizes without a kernel, arguments that jax_fa refuses)
-    go to jax.nn as they are.
+    A call that kernels of the default backend serve runs on them, whatever implementation it names;
+    every other call (biases, types or head sizes without a kernel, arguments that jax_fa refuses)
+    goes to jax.nn unchanged.
 
-    Jitted functions are traced anew, in the thread that called this. Code that ran ``from jax.nn
+    Jitted functions are traced again, in the thread that called this. Code that ran ``from jax.nn
     import dot_product_attention`` before keeps the original. Two things differ from jax.nn: a query
-    whose keys are all hidden by lengths gives 0, where jax.nn averages all values; and kernels have
-    one derivative, in reverse mode.
+    whose keys are all hidden, by lengths or a mask, gives 0, where jax.nn averages all values; and
+    kernels have one derivative, in reverse mode.
 
     Returns:
-        A context manager: leaving it puts back what ``jax.nn.dot_product_attention`` was before.
+        A context manager that restores the previous ``jax.nn.dot_product_attention`` on exit.
     """
     return _Replacement()
 
@@ -59,15 +59,8 @@ def replace_jax_nn() -> AbstractContextManager[None]:
 @functools.wraps(_ORIGINAL)
 def _replacement(*arguments: Any, **keywords: Any) -> Any:
     ours = {name: x for name, x in keywords.items() if name != "implementation"}
-    if _is_served(*arguments, **{k: x for k, x in ours.items() if k != "return_residual"}):
-        return attention(*arguments, **ours)
-    return _ORIGINAL(*arguments, **keywords)
-
-
-def _is_served(*arguments: Any, **keywords: Any) -> bool:
-    """Whether kernels serve a call, forward and gradient."""
     try:
-        explanation = explain(*arguments, **keywords)
+        run = attention_on_kernels(*arguments, **ours)
     except (TypeError, ValueError, NotImplementedError):
-        return False
-    return explanation.choice.implementation != "xla"
+        run = None
+    return _ORIGINAL(*arguments, **keywords) if run is None else run()

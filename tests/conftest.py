@@ -30,25 +30,41 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 @pytest.fixture(autouse=True)
 def _fallback_warnings_start_over():
     """A fallback is reported once per process; a test must not depend on who ran before it."""
-    from jax_fa import operations
+    from jax_fa.runtime import primitives
 
-    operations._warned.clear()
+    primitives._warned.clear()
 
 
 @pytest.fixture
 def no_gpu_kernels(monkeypatch):
     """A build without GPU kernels, whatever this build holds."""
-    from jax_fa import bindings
-    from jax_fa.choice import Target
+    from jax_fa.runtime import bindings
+    from jax_fa.runtime.dispatch import Target
 
     monkeypatch.setattr(bindings, "target", lambda platform, forced=None: Target(platform))
     monkeypatch.setattr(bindings, "compiled", frozenset)
 
 
+@pytest.fixture
+def all_kernels(monkeypatch):
+    """An installation with every kernel, and no GPU: every family has to serve."""
+    from jax_fa.runtime import bindings
+    from jax_fa.runtime.dispatch import Target
+    from jax_fa.spec import variants
+
+    names = {"cuda": frozenset(variants.BY_NAME)}
+    monkeypatch.setattr(
+        bindings,
+        "target",
+        lambda platform, forced=None: Target(platform, names.get(platform, set())),
+    )
+    return names
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _shapes_are_checked():
     """Every call that reaches a kernel or the reference has shapes that fit together."""
-    import shapes
+    from helpers import shapes
 
     with shapes.checked():
         yield

@@ -5,14 +5,15 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case
-from harness import data, run, wanted
-from oracle import assert_close
+from helpers.cases import Case
+from helpers.harness import data, run, wanted
+from helpers.oracle import assert_close
 
-from jax_fa import arguments, bindings
-from jax_fa.choice import Emulation
-from jax_fa.problem import Problem
-from jax_fa.variants import ARCHS, find
+from jax_fa.runtime import arguments, bindings
+from jax_fa.runtime.dispatch import Emulation
+from jax_fa.spec.arch import ARCHS, arch_named
+from jax_fa.spec.problem import Problem
+from jax_fa.spec.variants import find
 
 LARGEST_CAP, SMALLEST_CAP = arguments.SOFT_CAPS.high, arguments.SOFT_CAPS.low
 LARGEST_SCALE, SMALLEST_SCALE = arguments.SCALES.high, arguments.SCALES.low
@@ -45,7 +46,7 @@ DTYPE = "bfloat16"
 def skip_unless_compiled(path, case):
     """GPU kernels are there in some builds only."""
     if isinstance(path, Emulation):
-        arch = next(arch for arch in ARCHS if arch.name == path.arch)
+        arch = arch_named(path.arch)
         problem = Problem.of(data(case, DTYPE).operands, case.semantics)
         for operation in ("fwd", "bwd"):
             if find(problem, arch, operation, bindings.compiled()) is None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import lzma
 import re
 import shutil
 import subprocess
@@ -10,17 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from jax_fa import aot, aot_cubin, aot_sass, aot_table, inspect, variants
-from jax_fa.band import Band
-from jax_fa.kernels import abi
-from jax_fa.problem import Problem, Semantics
-from jax_fa.variants import ARCHS, BY_NAME, VARIANTS
+from jax_fa.analysis import listing, machine_code
+from jax_fa.aot import compare, compiler, cubins, kernel_table
+from jax_fa.spec import variants
+from jax_fa.spec.arch import ARCHS, OPERATIONS, arch_named, arch_of, arch_of_target
+from jax_fa.spec.band import Band
+from jax_fa.spec.problem import Problem, Semantics
+from jax_fa.spec.variants import BY_NAME, VARIANTS
 
 FFI = Path(__file__).parent.parent / "ffi"
 HOPPER = ARCHS[0]
 
 needs_dsl = pytest.mark.skipif(
-    importlib.util.find_spec("cutlass") is None, reason=f"needs {aot.DSL_REQUIREMENT}"
+    importlib.util.find_spec("cutlass") is None, reason=f"needs {compiler.DSL_REQUIREMENT}"
 )
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -41,14 +44,68 @@ def test_names_are_unique_identifiers():
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_an_architecture_has_fewer_than_100_variants(arch):
-    assert 0 < sum(variant.arch == arch.name for variant in VARIANTS) < 100
+    assert 0 < len(variants.of_families([arch.name])) < 100
 
 
 def test_every_capability_belongs_to_one_architecture():
-    assert len({arch.capability for arch in ARCHS}) == len(ARCHS)
-    assert [arch.capability for arch in ARCHS] == ["9.0", "10.0", "10.3", "11.0"]
-    assert variants.arch_of("9.0") is HOPPER
-    assert variants.arch_of("7.5") is None
+    capabilities = [capability for arch in ARCHS for capability in arch.capabilities]
+    assert capabilities == ["9.0", "10.0", "10.3", "11.0"]
+    assert arch_of("9.0") is HOPPER
+    assert arch_of("7.5") is None
+
+
+def test_a_target_of_no_architecture_is_refused_with_those_that_are():
+    with pytest.raises(NotImplementedError, match=r"no kernels for sm_75; .* sm_90a, sm_100f, "):
+        arch_of_target("sm_75")
+
+
+BORROWED = [
+    (arch, operation)
+    for arch in ARCHS
+    for operation in OPERATIONS
+    if arch.owner(operation) is not arch
+]
+
+
+def test_the_backward_of_capability_103_is_that_of_100():
+    assert BORROWED == [(arch_named("sm103"), "bwd")]
+
+
+@pytest.mark.parametrize(("arch", "operation"), BORROWED)
+def test_an_architecture_borrows_what_it_would_compile_itself(arch, operation):
+    owner = arch.owner(operation)
+    assert owner.owner(operation) is owner and owner.folder == arch.folder
+    assert owner.target.endswith("f"), "code for a family of GPUs"
+    borrowed = [v for v in VARIANTS if (v.arch, v.operation) == (owner.name, operation)]
+    for variant in borrowed:
+        own = replace(variant, key=replace(variant.key, arch=arch.target))
+        assert compiler.choose_config(own) == compiler.choose_config(variant)
+
+
+def test_an_architecture_needs_its_own_kernels_and_those_that_it_borrows():
+    names = {variant.name for variant in variants.of_families(["sm103"])}
+    assert names == variants.run_by(arch_named("sm103"), BY_NAME)
+    kinds = {re.match("[a-z]+_[a-z0-9]+", name)[0] for name in names}
+    assert kinds == {"fwd_sm103", "bwd_sm100"}
+    assert variants.of_families(["sm100", "sm103"]) == [
+        v for v in VARIANTS if v.arch in ("sm100", "sm103")
+    ]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [["sm90"], ["sm100"], ["sm103"], ["sm90", "sm103"], ["sm100", "sm103"]],
+    ids=" ".join,
+)
+def test_a_build_is_for_the_architectures_that_were_asked_for(asked):
+    compiled = [variant.name for variant in variants.of_families(asked)]
+    assert [arch.name for arch in variants.families(compiled)] == asked
+
+
+def test_a_build_of_some_kernels_is_for_those_that_run_them():
+    some = [name for name in BY_NAME if name.startswith(("fwd_sm90_bf16_d64", "bwd_sm100_bf16"))]
+    assert [arch.name for arch in variants.families(some)] == ["sm90", "sm100", "sm103"]
+    assert variants.families([]) == []
 
 
 @pytest.mark.parametrize(
@@ -57,6 +114,15 @@ def test_every_capability_belongs_to_one_architecture():
         (problem(), "fwd_sm90_bf16_d128_full"),
         (problem(dtype="float16"), "fwd_sm90_fp16_d128_full"),
         (problem(head_dim=192), "fwd_sm90_bf16_d192v128_full"),
+        (problem(head_dim=80, value_dim=80), "fwd_sm90_bf16_d96_full"),
+        (problem(head_dim=1, value_dim=1), "fwd_sm90_bf16_d64_full"),
+        (problem(head_dim=72, value_dim=96), "fwd_sm90_bf16_d96_full"),
+        (problem(head_dim=160, value_dim=128), "fwd_sm90_bf16_d192v128_full"),
+        (problem(head_dim=129, value_dim=1), "fwd_sm90_bf16_d192v128_full"),
+        (problem(head_dim=1, value_dim=129), "fwd_sm90_bf16_d256_full"),
+        (problem(head_dim=256, value_dim=8), "fwd_sm90_bf16_d256_full"),
+        (problem(head_dim=80, is_packed=True), "fwd_sm90_bf16_d128_general"),
+        (problem(head_dim=40, q_len=1, value_dim=24), "fwd_sm90_bf16_d64_general_split"),
         (problem(has_sinks=True), "fwd_sm90_bf16_d128_full"),
         (problem(Band(is_causal=True)), "fwd_sm90_bf16_d128_causal"),
         (problem(Band(right=0)), "fwd_sm90_bf16_d128_causal"),
@@ -82,16 +148,32 @@ def test_a_problem_finds_the_cheapest_variant_that_serves_it(asked, name):
     ("asked", "compiled", "message"),
     [
         (problem(dtype="float32"), BY_NAME, "take bfloat16 or float16, not float32. Cast"),
-        (problem(head_dim=80, value_dim=80), BY_NAME, "Pad the heads with zeros to 96/96"),
-        (problem(head_dim=512, value_dim=512), BY_NAME, "256/256, not 512/512."),
+        (
+            problem(head_dim=257, value_dim=64),
+            BY_NAME,
+            "have D/Dv 64/64, 96/96, 128/128, 192/128, 256/256, none as large as 257/64. "
+            "implementation='xla' takes heads of any size.",
+        ),
+        (
+            problem(head_dim=80, value_dim=72),
+            ["fwd_sm90_bf16_d64_full", "bwd_sm90_bf16_d96_full"],
+            "have D/Dv 64/64, none as large as 80/72. "
+            "Build with the variants 'fwd_sm90_*_d96_*', too.",
+        ),
         (problem(kv_len=0), BY_NAME, "take no empty arrays"),
         (problem(q_len=0), BY_NAME, "the batch is 2, with 0 queries and 1024 keys"),
         (problem(), [], "holds no fwd kernels for sm90. Build with the variants 'fwd_sm90_*'"),
         (
             problem(Band(left=5)),
             ["fwd_sm90_bf16_d128_full"],
-            "the general mask is not compiled for bfloat16, D/Dv 128/128 on sm90. "
-            "Compiled: fwd_sm90_bf16_d128_full.",
+            "the general mask is not compiled for bfloat16, D/Dv 128/128 or larger on "
+            "sm90. Compiled: fwd_sm90_bf16_d128_full.",
+        ),
+        (
+            problem(Band(left=5), head_dim=80, value_dim=96),
+            ["fwd_sm90_bf16_d64_general", "fwd_sm90_bf16_d96_full", "fwd_sm90_bf16_d256_causal"],
+            "the general mask is not compiled for bfloat16, D/Dv 80/96 or larger on sm90. "
+            "Compiled: fwd_sm90_bf16_d96_full, fwd_sm90_bf16_d256_causal.",
         ),
     ],
 )
@@ -104,7 +186,7 @@ def test_what_is_not_compiled_is_refused_with_what_is(asked, compiled, message):
 
 
 def test_globs_restrict_the_variants():
-    chosen = aot.select(["fwd_sm90_bf16_d128_*", "fwd_sm90_fp16_d64_full"], ["sm90"])
+    chosen = compiler.select(["fwd_sm90_bf16_d128_*", "fwd_sm90_fp16_d64_full"], ["sm90"])
     assert [v.name for v in chosen] == [
         "fwd_sm90_bf16_d128_full",
         "fwd_sm90_bf16_d128_causal",
@@ -115,22 +197,29 @@ def test_globs_restrict_the_variants():
     ]
 
 
+def test_a_family_is_compiled_with_what_it_borrows():
+    chosen = compiler.select(["*_bf16_d64_full"], ["sm103"])
+    assert [v.name for v in chosen] == ["bwd_sm100_bf16_d64_full", "fwd_sm103_bf16_d64_full"]
+
+
 def test_a_glob_without_a_match_is_an_error():
-    with pytest.raises(aot.AotError, match="no variant of sm90 matches 'typo'. Names look like"):
-        aot.select(["fwd_*", "typo"], ["sm90"])
+    with pytest.raises(
+        compiler.AotError, match="no variant of sm90 matches 'typo'. Names look like"
+    ):
+        compiler.select(["fwd_*", "typo"], ["sm90"])
 
 
 def test_an_empty_table_needs_no_dsl(tmp_path, monkeypatch):
-    monkeypatch.setattr(aot, "_check_dsl", lambda: pytest.fail("asked for the DSL"))
-    assert aot.main(["--output", str(tmp_path), "--variants", "none"]) == 0
+    monkeypatch.setattr(compiler, "_check_dsl", lambda: pytest.fail("asked for the DSL"))
+    assert compiler.main(["--output", str(tmp_path), "--variants", "none"]) == 0
     assert "table{nullptr, 0," in (tmp_path / "kernel_table.gen.cc").read_text()
     assert json.loads((tmp_path / "report.json").read_text())["variants"] == []
 
 
 def test_a_missing_dsl_is_named_with_what_to_install(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(aot, "_dsl_version", lambda: None)
-    assert aot.main(["--output", str(tmp_path), "--variants", "fwd_sm90_bf16_d64_full"]) == 1
-    assert f"pip install {aot.DSL_REQUIREMENT}" in capsys.readouterr().err
+    monkeypatch.setattr(compiler, "_dsl_version", lambda: None)
+    assert compiler.main(["--output", str(tmp_path), "--variants", "fwd_sm90_bf16_d64_full"]) == 1
+    assert f"pip install {compiler.DSL_REQUIREMENT}" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------- the generated table
@@ -147,43 +236,42 @@ def header(parameters):
 
 
 def test_entry_is_found_in_the_exported_header():
-    text = header(aot_table.c_parameters("fwd"))
-    assert aot.entry_symbol(VARIANTS[0], text) == "_mlir_x__mlir_ciface_f"
+    text = header(kernel_table.c_parameters("fwd"))
+    assert compiler.entry_symbol(VARIANTS[0], text) == "_mlir_x__mlir_ciface_f"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p[1:], "parameter 0 of the entry is 'void* k', kernels/abi.py says 'void* q'"),
-        (lambda p: p[:-1], "the entry has 28 parameters, kernels/abi.py has 29"),
-        (lambda p: [*p[:16], ("float", "batch"), *p[17:]], "is 'float batch'"),
+        (lambda p: p[1:], "parameter 0 of the entry is 'void* k', spec/abi.py says 'void* q'"),
+        (lambda p: p[:-1], "the entry has 34 parameters, spec/abi.py has 35"),
+        (lambda p: [*p[:18], ("float", "batch"), *p[19:]], "is 'float batch'"),
     ],
 )
 def test_an_entry_with_other_parameters_is_refused(change, message):
-    text = header(change(aot_table.c_parameters("fwd")))
-    with pytest.raises(aot.AotError, match=re.escape(message)):
-        aot.entry_symbol(VARIANTS[0], text)
+    text = header(change(kernel_table.c_parameters("fwd")))
+    with pytest.raises(compiler.AotError, match=re.escape(message)):
+        compiler.entry_symbol(VARIANTS[0], text)
 
 
 def rows():
-    kernels = (aot_table.Signature("k0", (128, 4)), aot_table.Signature("k1", (8,)))
-    return [aot_table.Row(variant, f"call_{variant.name}", kernels) for variant in VARIANTS]
+    kernels = (kernel_table.Signature("k0", (128, 4)), kernel_table.Signature("k1", (8,)))
+    return [kernel_table.Row(variant, f"call_{variant.name}", kernels) for variant in VARIANTS]
 
 
 @needs_compiler
 @pytest.mark.parametrize("entries", [[], rows()], ids=["empty", "all"])
 def test_generated_table_compiles_against_the_header(entries, tmp_path):
     source = tmp_path / "kernel_table.gen.cc"
-    source.write_text(aot_table.table(entries))
+    source.write_text(kernel_table.table(entries))
     command = ["g++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{FFI}"]
     done = subprocess.run([*command, source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_generated_table_lists_every_variant_and_fills_every_parameter():
-    text = aot_table.table(rows())
+def test_generated_table_lists_every_variant():
+    text = kernel_table.table(rows())
     assert re.findall(r'^     \{"(\w+)",', text, re.M) == [v.name for v in VARIANTS]
-    assert text.count("arguments->Add(") == len(abi.FORWARD) + len(abi.BACKWARD)
 
 
 # ------------------------------------------------------------------------------ a real compilation
@@ -192,8 +280,10 @@ def test_generated_table_lists_every_variant_and_fills_every_parameter():
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("aot")
-    arguments = ["--output", str(folder / "out"), "--cache", str(folder / "cache"), "--keep-ptx"]
-    assert aot.main([*arguments, "--variants", "fwd_sm90_bf16_d64_full"]) == 0
+    arguments = ["--cache", str(folder / "cache"), "--variants", "fwd_sm90_bf16_d64_full"]
+    hosts = [f"--host={host}" for host in compiler.HOSTS]
+    assert compiler.main([*arguments, "--output", str(folder / "hosts"), *hosts]) == 0
+    assert compiler.main([*arguments, "--output", str(folder / "out"), "--keep-ptx"]) == 0
     return folder
 
 
@@ -229,6 +319,21 @@ def test_object_is_made_for_any_x86_64_processor(compiled):
 
 
 @needs_dsl
+def test_one_compilation_makes_the_objects_of_every_host(compiled):
+    machines = {"x86_64": 62, "aarch64": 183}  # e_machine of an ELF file
+    assert set(machines) == set(compiler.HOSTS)
+    objects = {host: compiled / "hosts" / host / "fwd_sm90_bf16_d64_full.o" for host in machines}
+    found = {host: path.read_bytes()[18] for host, path in objects.items()}
+    assert found == machines
+    images = [list(cubins.cubins(path)) for path in objects.values()]
+    assert images[0] == images[1] != []
+    records = [json.loads(path.read_text()) for path in (compiled / "cache").glob("*.json")]
+    assert len({record["compile_seconds"] for record in records}) == 1 < len(records)
+    tables = [path.with_name("kernel_table.gen.cc").read_text() for path in objects.values()]
+    assert tables[0] == tables[1]
+
+
+@needs_dsl
 def test_parameter_sizes_in_the_object_are_those_of_the_ptx(compiled):
     path = compiled / "out" / "fwd_sm90_bf16_d64_full.o"
     ptx = path.with_suffix(".ptx").read_text()
@@ -239,20 +344,20 @@ def test_parameter_sizes_in_the_object_are_those_of_the_ptx(compiled):
         array = re.search(r"\[(\d+)\]", line)
         kind = re.search(r"\.([usfb]\d+)", line)[1]
         sizes.append(int(array[1]) if array else scalars[kind])
-    (kernel,) = aot_cubin.kernels(path)
+    (kernel,) = cubins.kernels(path)
     assert list(kernel.param_bytes) == sizes
 
 
 @needs_dsl
 def test_an_unchanged_variant_is_not_compiled_again(compiled, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(aot, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("compiles"))
+    monkeypatch.setattr(compiler, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("compiles"))
     arguments = ["--output", str(tmp_path), "--cache", str(compiled / "cache")]
-    assert aot.main([*arguments, "--variants", "fwd_sm90_bf16_d64_full"]) == 0
-    assert "1 of 1 variants are unchanged" in capsys.readouterr().err
+    assert compiler.main([*arguments, "--variants", "fwd_sm90_bf16_d64_full"]) == 0
+    assert "1 of 1 objects are unchanged" in capsys.readouterr().err
 
 
 def test_an_entry_that_lacks_its_compressed_ptx_is_not_done(tmp_path):
-    job = aot.Job(VARIANTS[0], "x86_64", tmp_path / "entry")
+    job = compiler.Job(VARIANTS[0], "x86_64", tmp_path / "entry")
     job.path(".json").touch()
     assert not job.is_done
     job.path(".ptx.xz").touch()
@@ -261,45 +366,48 @@ def test_an_entry_that_lacks_its_compressed_ptx_is_not_done(tmp_path):
 
 def test_sources_are_what_the_kernel_module_imports():
     names = {
-        path.relative_to(Path(aot.__file__).parent).as_posix() for path in aot.sources(VARIANTS[0])
+        path.relative_to(Path(compiler.__file__).parents[1]).as_posix()
+        for path in compiler.sources(VARIANTS[0])
     }
-    assert {"band.py", "config.py", "kernels/abi.py", "kernels/sm90/fwd.py"} <= names
+    assert {"spec/band.py", "spec/config_sm90.py", "spec/abi.py", "kernels/sm90/fwd.py"} <= names
+    assert {"aot/stand_ins.py", "spec/schema.py"} <= names
     assert "kernels/sm90/bwd.py" not in names
-    assert "aot.py" not in names
+    assert "spec/config_sm100.py" not in names
+    assert "aot/compiler.py" not in names
 
 
 @needs_dsl
 def test_another_configuration_has_another_hash(monkeypatch):
-    before = aot.content_hash(VARIANTS[0], "x86_64")
-    assert aot.content_hash(VARIANTS[0], "aarch64") != before
-    chosen = aot.choose_config(VARIANTS[0])
-    monkeypatch.setattr(aot, "choose_config", lambda _: (chosen, "changed"))
-    assert aot.content_hash(VARIANTS[0], "x86_64") != before
+    before = compiler.content_hash(VARIANTS[0], "x86_64")
+    assert compiler.content_hash(VARIANTS[0], "aarch64") != before
+    chosen = compiler.choose_config(VARIANTS[0])
+    monkeypatch.setattr(compiler, "choose_config", lambda _: (chosen, "changed"))
+    assert compiler.content_hash(VARIANTS[0], "x86_64") != before
 
 
 @needs_dsl
 def test_a_second_run_removes_what_it_did_not_make(compiled, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(compiled / "out", out)
-    assert aot.main(["--output", str(out), "--variants", "none"]) == 0
+    assert compiler.main(["--output", str(out), "--variants", "none"]) == 0
     assert {path.name for path in out.iterdir()} == {"kernel_table.gen.cc", "report.json"}
 
 
 needs_nvdisasm = pytest.mark.skipif(
-    aot_sass.find_nvdisasm() is None, reason=f"needs {aot_sass.NVDISASM_REQUIREMENT}"
+    machine_code.find_nvdisasm() is None, reason=f"needs {machine_code.NVDISASM_REQUIREMENT}"
 )
 
 
 @needs_dsl
 def test_inspect_reports_resources_of_what_was_compiled(compiled, capsys):
-    assert inspect.main([str(compiled / "out"), "--no-sass"]) == 0
+    assert listing.main([str(compiled / "out"), "--no-sass"]) == 0
     assert re.search(r"fwd_sm90_bf16_d64_full +\d+ +32/160 +0 ", capsys.readouterr().out)
 
 
 @needs_dsl
 @needs_nvdisasm
 def test_inspect_approves_of_the_machine_code(compiled, capsys):
-    assert inspect.main([str(compiled / "out")]) == 0
+    assert listing.main([str(compiled / "out")]) == 0
     verdict = "fwd_sm90_bf16_d64_full: wgmma, TMA both ways, no local memory: ok"
     assert verdict in capsys.readouterr().out.splitlines()
 
@@ -308,10 +416,33 @@ def test_inspect_approves_of_the_machine_code(compiled, capsys):
 @needs_nvdisasm
 def test_the_softmax_loop_in_machine_code_has_the_tile_of_the_configuration(compiled):
     path = compiled / "out" / "fwd_sm90_bf16_d64_full.o"
-    (code,) = aot_sass.disassemble(path, aot_sass.find_nvdisasm())
-    main = aot_sass.softmax_loops(code, rounded=1)[0]
-    keys = aot.choose_config(BY_NAME["fwd_sm90_bf16_d64_full"]).block_kv
+    (code,) = machine_code.disassemble(path, machine_code.find_nvdisasm())
+    main = machine_code.softmax_loops(code, rounded=1)[0]
+    keys = compiler.choose_config(BY_NAME["fwd_sm90_bf16_d64_full"]).block_kv
     # A warpgroup's 64 rows over 128 threads; one factor for each of a thread's two rows.
     assert main.scores == 64 * keys // 128
     assert main.counts["exp2"] == main.scores + 2
     assert main.counts["wgmma"] == keys // 16 + 64 // 16
+
+
+# ----------------------------------------------------------------------------- two builds compared
+
+
+def folder_of(path, **texts):
+    path.mkdir()
+    for name, ptx in texts.items():
+        (path / f"{name}.ptx.xz").write_bytes(lzma.compress(ptx.encode()))
+    return str(path)
+
+
+def test_builds_are_equal_but_for_names_of_kernels(tmp_path, capsys):
+    ptx = ".visible .entry {0}(.param .b64 {0}_param_0) {{ ret; }}"
+    before = folder_of(tmp_path / "before", a=ptx.format("k_of_ForwardCall"), b=ptx.format("x"))
+    renamed = folder_of(tmp_path / "renamed", a=ptx.format("k"), b=ptx.format("x"))
+    assert compare.main([before, renamed]) == 0
+    assert capsys.readouterr().out == "2 variants, 0 of them different\n"
+    other = folder_of(tmp_path / "other", a=ptx.format("k").replace("ret", "exit"))
+    assert compare.main([before, other]) == 1
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("a: line 1: '.visible .entry kernel0") and "exit; }'" in first
+    assert second == f"b: is not in {other}" and last == "2 variants, 2 of them different"

@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness import in_new_process
-from recording import needs_dsl
+from helpers.harness import in_new_process
+from helpers.recording import needs_dsl
 
-from jax_fa.config import KernelKey, choose_backward
-from jax_fa.kernels import abi
+from jax_fa.spec.config import choose_backward
+from jax_fa.spec.key import MASK_CLASSES, KernelKey
 
 pytestmark = needs_dsl
 
@@ -25,10 +25,10 @@ class Present(int):
 
 
 class Grid:
-    """``host.backward_order`` and ``backward_work.tile_at`` on ints, for one variant."""
+    """``backward_host.backward_order`` and ``backward_work.tile_at`` on ints, for one variant."""
 
     def __init__(self, monkeypatch, family, mask):
-        from jax_fa.kernels import backward_work, host, tiles
+        from jax_fa.kernels import backward_host, backward_work, primitives, tiles
 
         target, self.ctas = FAMILIES[family]
         key = KernelKey(target, "bfloat16", 128, 128, mask)
@@ -39,14 +39,17 @@ class Grid:
             plan=SimpleNamespace(ctas=self.ctas),
             is_general=mask == "general",
         )
-        for module in (backward_work, host, tiles):
+        for module in (backward_host, backward_work, tiles):
             monkeypatch.setattr(module, "Int32", int)
         monkeypatch.setattr(tiles, "Boolean", bool)
         monkeypatch.setattr(tiles, "is_present", Present)
         for name in ("longest_first", "one_per_cta"):
             monkeypatch.setattr(tiles, name, getattr(tiles, name).__wrapped__)
-        monkeypatch.setattr(tiles, "_clusters", lambda ctas: (self.cluster, self.num_clusters))
-        self.order_of = host.backward_order.__wrapped__
+        monkeypatch.setattr(
+            tiles, "_clusters", lambda _: tiles.Clusters(self.cluster, self.num_clusters)
+        )
+        self.extents = primitives.Extents
+        self.order_of = backward_host.backward_order.__wrapped__
         self.tile_at = backward_work.tile_at.__wrapped__
 
     def lists(self, num_sms, heads, num_kv_blocks, splits=1):
@@ -56,13 +59,13 @@ class Grid:
             deterministic=1,
             splits=splits,
             group=splits,
-            keys=SimpleNamespace(cu_seqlens_q=0, num_sequences=1),
+            sequences=SimpleNamespace(cu_seqlens=SimpleNamespace(own=0), num_sequences=1),
         )
         call = SimpleNamespace(
             scalars=scalars,
             num_sms=num_sms,
-            queries=(1, 1000, heads * splits),
-            keys=(1, kv_len, heads),
+            queries=self.extents(1, 1000, heads * splits),
+            keys=self.extents(1, kv_len, heads),
         )
         order, num_ctas = self.order_of(self.variant, call)
         assert num_ctas % self.ctas == 0
@@ -73,7 +76,7 @@ class Grid:
             self.cluster = cluster
             tiles: list[tuple[int, int]] = []
             while (tile := self.tile_at(self.variant, x, len(tiles))).is_valid:
-                tiles.append((tile.q_head, tile.q_block))
+                tiles.append((tile.head, tile.block))
             found.append(tiles)
         return found
 
@@ -92,7 +95,7 @@ def assert_waits_end(lists, heads, num_kv_blocks):
 
 def check_random_shapes():
     for family in FAMILIES:
-        for mask in abi.MASK_CLASSES:
+        for mask in MASK_CLASSES:
             draw = random.Random(mask)
             with pytest.MonkeyPatch.context() as monkeypatch:
                 made = Grid(monkeypatch, family, mask)

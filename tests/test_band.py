@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_fa import _jax_fa
-from jax_fa.band import (
+from jax_fa.spec.band import (
     FARTHEST,
     MAX_LENGTH,
     MAX_OFFSET,

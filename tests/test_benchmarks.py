@@ -3,10 +3,11 @@
 import json
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
-from benchmarks import cpu, implementations, launch, memory, report, timing, workloads
+from benchmarks import context, cpu, implementations, launch, memory, report, timing, workloads
 from benchmarks.timing import Protocol, Samples
 from benchmarks.workloads import MAIN, Workload
 
@@ -43,6 +44,18 @@ def test_start_up_and_calls_are_timed(capsys):
         "attention",
         "gradient",
     ]
+
+
+def test_devices_that_share_sequences_are_timed_against_one(capsys, tmp_path):
+    small = ["--lengths", "64", "--heads", "8", "8", "--head-dim", "8", "--rounds", "1"]
+    output = tmp_path / "context.json"
+    assert context.main([*small, "--strategies", "all_to_all", "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["candidate"], row["devices"]) for row in rows] == [
+        ("one device", 1),
+        ("all_to_all", 8),
+    ] * 2
+    assert capsys.readouterr().out.count("| all_to_all |") == 2
 
 
 def test_flops_count_two_products_forward_and_seven_with_the_backward():
@@ -91,6 +104,15 @@ def test_memory_of_an_unfused_implementation_is_that_of_its_scores():
     assert unfused >= scores > 2 * fused
 
 
+def test_memory_that_xla_plans_is_that_of_the_scores():
+    workload = Workload("", 1, 512, 512, 2, 2, 16)
+    scores = 4 * 2 * 512**2
+    case: tuple[str, workloads.Direction] = ("float32", "forward")
+    unfused = implementations.jax_runner(jax.nn.dot_product_attention, workload, *case)
+    fused = implementations.jax_fa_runner(workload, *case)
+    assert unfused.temporary_bytes >= scores > 2 * fused.temporary_bytes
+
+
 def test_command_writes_table_samples_plot_and_goals(tmp_path, monkeypatch, capsys):
     main = replace(SMALL, name=MAIN.name)
     monkeypatch.setattr(workloads, "MAIN", main)
@@ -102,6 +124,7 @@ def test_command_writes_table_samples_plot_and_goals(tmp_path, monkeypatch, caps
     printed = capsys.readouterr().out
     assert "MISSED: float32, forward: 65.0 MB above inputs and outputs (goal: 64)" in printed
     assert f"| {MAIN.name} | float32 | forward | {report.SUBJECT} |" in printed
+    assert f"Drawn: {tmp_path / 'cpu.png'}" in printed
     assert (tmp_path / "cpu.png").read_bytes().startswith(b"\x89PNG")
     records = json.loads((tmp_path / "cpu.json").read_text())["records"]
     assert {r["workload"]["name"] for r in records} == {MAIN.name, "small_128"}

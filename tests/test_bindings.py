@@ -1,6 +1,7 @@
 """Python and C++ agree on names, order and version; the compiled side checks what it is given."""
 
 import inspect
+import re
 import shutil
 import subprocess
 
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 
 import jax_fa
-from jax_fa import _jax_fa, bindings
-from jax_fa.kernels import abi
-from jax_fa.problem import Gradients, Operands, Problem, Semantics
+from jax_fa import _jax_fa
+from jax_fa.runtime import bindings
+from jax_fa.runtime.dispatch import Kernel
+from jax_fa.runtime.partitioning import Call
+from jax_fa.spec import schema, scratch
+from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
 
 
 def test_version_is_the_one_python_needs():
@@ -22,18 +26,42 @@ def test_version_is_the_one_python_needs():
 def test_operands_and_results_have_one_order_on_both_sides():
     assert _jax_fa.operand_names(False) == [*Operands._fields, "out", "lse"]
     results = [f"d{name}" for name in Gradients._fields]
-    assert _jax_fa.operand_names(True) == [
-        *Operands._fields,
-        "out",
-        "lse",
-        "dout",
-        "dlse",
-        *results,
-    ]
+    *first, words, blocks = Operands._fields
+    saved = ["out", "lse", "dout", "dlse"]
+    assert _jax_fa.operand_names(True) == [*first, *saved, words, blocks, *results]
+
+
+def test_a_program_from_before_masks_still_runs():
+    """It hands over fewer operands: those that were added stand last."""
+    x = jnp.ones((1, 4, 2, 8))
+    results = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, 4, 2), x.dtype))
+    attributes = bindings._attributes(Semantics(1.0))
+    arrays = bindings._inputs("fwd", Operands(x, x, x), None)[:-2]
+    out, lse = jax.ffi.ffi_call(bindings.FORWARD_TARGET, results)(*arrays, **attributes)
+    np.testing.assert_allclose(out, x, rtol=1e-6)
+    saved = bindings.Saved(out, lse, x, jnp.zeros_like(lse))
+    gradients = [jax.ShapeDtypeStruct(x.shape, x.dtype)] * 3
+    gradients.append(jax.ShapeDtypeStruct((0,), x.dtype))
+    arrays = bindings._inputs("bwd", Operands(x, x, x), saved)[:-2]
+    dq, dk, dv, _ = jax.ffi.ffi_call(bindings.BACKWARD_TARGET, gradients)(*arrays, **attributes)
+    np.testing.assert_allclose(dv, x, rtol=1e-6)
+    assert not np.asarray(dq).any() and not np.asarray(dk).any()
 
 
 def test_attributes_are_the_same_on_both_sides():
-    assert list(bindings._attributes(Semantics(1.0))) == _jax_fa.attribute_names()
+    assert [x.name for x in schema.ATTRIBUTES] == _jax_fa.attribute_names()
+    sent = [x.name for x in schema.ATTRIBUTES if x.of is not None]
+    assert list(bindings._attributes(Semantics(1.0))) == sent
+
+
+def test_a_program_that_calls_compiled_mask_functions_is_refused():
+    attributes = {**bindings._attributes(Semantics(1.0)), "mask_mod": "chunked_8"}
+    with pytest.raises(Exception, match="compiled with the mask function 'chunked_8', which this"):
+        call_forward({}, attributes=attributes)
+    for older, present in zip(
+        call_forward({}, attributes={**attributes, "mask_mod": ""}), call_forward({}), strict=True
+    ):
+        np.testing.assert_array_equal(older, present)
 
 
 def test_every_registered_target_is_versioned_and_known_to_export():
@@ -50,7 +78,8 @@ def test_kernels_name_their_instruction_set():
 
 def inputs():
     x = jnp.zeros((1, 4, 2, 8))
-    return dict(zip(Operands._fields, bindings._inputs(Operands(x, x, x)), strict=True))
+    arrays = bindings._inputs("fwd", Operands(x, x, x), None)
+    return dict(zip(Operands._fields, arrays, strict=True))
 
 
 def call_forward(changed, results=None, attributes=None):
@@ -88,6 +117,25 @@ INT = jnp.int32
             {"q_segments": jnp.zeros((1, 4), INT)},
             "q_segments and kv_segments should be given together",
         ),
+        (
+            {"mask_words": jnp.zeros((1, 1, 3, 1), INT)},
+            "mask_words should have 1 or 4 rows, but has 3",
+        ),
+        (
+            {"mask_words": jnp.zeros((1, 4, 1), INT)},
+            r"mask_words should have rank 4, but has shape \[1, 4, 1\]",
+        ),
+        (
+            {"mask_words": jnp.zeros((1, 1, 4, 1), INT)},
+            "mask_words and mask_map should be given together",
+        ),
+        (
+            {
+                "mask_words": jnp.zeros((1, 1, 4, 1), INT),
+                "mask_map": jnp.zeros((1, 1, 2, 2, 1), INT),
+            },
+            r"mask_map should be S32\[1, 1, 2, 1, 1\], but is S32\[1, 1, 2, 2, 1\]",
+        ),
         ({"sinks": jnp.zeros(2)}, r"sinks should be F32\[1, 2\], but is F32\[2\]"),
     ],
 )
@@ -109,7 +157,7 @@ def test_compiled_side_refuses_results_that_do_not_fit():
 
 def test_a_program_from_before_an_attribute_was_added_runs():
     attributes = bindings._attributes(Semantics(1.0))
-    del attributes["mask_mod"]
+    del attributes["kernel"]
     for older, present in zip(
         call_forward({}, attributes=attributes), call_forward({}), strict=True
     ):
@@ -144,11 +192,59 @@ def test_scratch_has_the_same_shapes_on_both_sides():
         deterministic = bool(rng.integers(2))
         problem = Problem("float32", *extents, Semantics(1.0, deterministic=deterministic))
         for num_splits, shapes in (
-            (0, abi.scratch_shapes(problem)),
-            (5, abi.forward_scratch_shapes(problem, 5)),
+            (0, scratch.shapes("bwd", problem)),
+            (5, scratch.shapes("fwd", problem, 5)),
         ):
             wanted = [(name, [*shape], dtype) for name, (shape, dtype) in shapes.items()]
-            assert _jax_fa.scratch_shapes(extents, deterministic, num_splits) == wanted
+            given = [getattr(problem, x.name) for x in schema.EXTENTS]
+            assert _jax_fa.scratch_shapes(given, deterministic, num_splits) == wanted
+
+
+def lowered(function, *shapes):
+    """The kernels that a program for GPUs names."""
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    anew = jax.jit(lambda *x: function(*x))
+    text = anew.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = re.findall(r'custom_call @jax_fa_\w+\(.*kernel = "(\w*)"', text)
+    return kernels
+
+
+@pytest.mark.usefixtures("all_kernels")
+def test_a_program_names_kernels_but_no_family():
+    """So that it can be exported to any."""
+
+    def step(q, k, v):
+        return jax_fa.attention(q, k, v, is_causal=True).astype(np.float32).sum()
+
+    shape = (2, 512, 8, 128)
+    kernels = lowered(jax.grad(step, (0, 1, 2)), shape, shape, shape)
+    assert kernels == ["bf16_d128_causal"] * 2
+
+
+@pytest.mark.parametrize(
+    ("lacking", "kernel"),
+    [
+        ("", "bf16_d128_general_split"),
+        ("fwd_sm100_bf16_d128_general_split", "bf16_d128_full"),
+        ("bwd_sm100_bf16_d128_general", "bf16_d128_general_split"),
+    ],
+)
+def test_the_kernel_is_one_that_every_family_has(lacking, kernel, all_kernels):
+    all_kernels["cuda"] -= {lacking}
+    kv = (1, 16384, 2, 128)
+    assert lowered(jax_fa.attention, (1, 1, 8, 128), kv, kv) == [kernel]
+
+
+@pytest.mark.usefixtures("all_kernels")
+@pytest.mark.parametrize(
+    ("batch", "kernel"), [(64, "bf16_d128_full"), (1, "bf16_d128_general_split")]
+)
+def test_the_part_of_a_device_has_a_kernel_of_its_own(batch, kernel):
+    """Of a call that is split: ``Call.text`` names none."""
+    call = Call("fwd", "cuda", ("q", "k", "v"), Semantics(1.0), kernel=Kernel("bf16_d128_causal"))
+    kv = (batch, 16384, 2, 128)
+    kernels = lowered(Call.of(call.text()).compute, (batch, 1, 8, 128), kv, kv)
+    assert kernels == [kernel]
 
 
 def test_no_symbol_is_bound_after_loading():
@@ -164,7 +260,13 @@ def test_no_symbol_is_bound_after_loading():
 def test_only_bindings_uses_the_ffi():
     users = [
         module.__name__
-        for module in (jax_fa.api, jax_fa.operations, jax_fa.vjp, jax_fa.partitioning, bindings)
+        for module in (
+            jax_fa.api,
+            jax_fa.runtime.primitives,
+            jax_fa.runtime.vjp,
+            jax_fa.runtime.partitioning,
+            bindings,
+        )
         if "jax.ffi." in inspect.getsource(module)
     ]
-    assert users == ["jax_fa.bindings"]
+    assert users == ["jax_fa.runtime.bindings"]

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BY_NAME
-from harness import data, on_device, wanted
+from helpers.cases import BY_NAME
+from helpers.harness import data, on_device, wanted
+from helpers.oracle import Results, assert_close, side
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import Results, assert_close, side
 
 import jax_fa
-from jax_fa import bindings, blockwise, reference
-from jax_fa.choice import Target
-from jax_fa.problem import Operands, Semantics
+from jax_fa.runtime import bindings, blockwise, reference
+from jax_fa.runtime.dispatch import Target
+from jax_fa.spec.problem import Operands, Semantics
 
 ROWS = 24
 rng = np.random.default_rng(0)

@@ -5,40 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+import tomllib
 
 import pytest
+from helpers import stand_in
 
-from jax_fa import aot
-from jax_fa.variants import ARCHS
+from jax_fa.aot import compiler
+from jax_fa.spec.arch import ARCHS, known_capabilities
 
-ROOT = Path(__file__).parent.parent
 FAMILIES = [arch.name for arch in ARCHS]
-
-DRIVER = """
-#include <string.h>
-static const int capabilities[] = {%s};
-int cuInit(unsigned flags) { return %d; }
-int cuDeviceGetCount(int* count) { *count = sizeof capabilities / sizeof *capabilities; return 0; }
-int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return 0; }
-int cuDeviceGetName(char* name, int size, int device) { strncpy(name, "Stand-in", size); return 0; }
-int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 75 ? capabilities[device] / 10 : capabilities[device] %% 10;
-  return attribute != 75 && attribute != 76;
-}
-"""
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 pytest.importorskip("scikit_build_core")
-
-
-def stand_in_driver(folder, capabilities, failure=0):
-    """A folder with a libcuda.so.1 that shows GPUs of these capabilities, times ten."""
-    source = folder / "driver.c"
-    source.write_text(DRIVER % (", ".join(map(str, capabilities)), failure))
-    library = folder / "libcuda.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    return folder
 
 
 def ask(hook, *, driver=None, settings=None, setup="", **environment):
@@ -50,7 +28,7 @@ def ask(hook, *, driver=None, settings=None, setup="", **environment):
         "except b.BuildError as error: print(json.dumps(str(error)))"
     )
     variables = {k: v for k, v in os.environ.items() if k != "JAX_FA_GPU"} | environment
-    variables["PYTHONPATH"] = str(ROOT / "ffi")
+    variables["PYTHONPATH"] = str(stand_in.ROOT / "ffi")
     variables["LD_LIBRARY_PATH"] = str(driver or "")
     variables["CUDA_VISIBLE_DEVICES"] = ""  # of a real driver, which the stand-in does not heed
     process = subprocess.run(
@@ -66,20 +44,39 @@ REQUESTED = "b.requested(None).families"
 @needs_compiler
 @pytest.mark.parametrize(
     ("capabilities", "families"),
-    [((90,), ["sm90"]), ((100,), ["sm100"]), ((90, 90, 100), ["sm90", "sm100"]), ((86,), [])],
+    [
+        ((90,), ["sm90"]),
+        ((100,), ["sm100"]),
+        ((103,), ["sm103"]),
+        ((90, 90, 100), ["sm90", "sm100"]),
+        ((86,), []),
+    ],
 )
 def test_the_families_that_the_driver_shows_are_compiled(tmp_path, capabilities, families):
-    driver = stand_in_driver(tmp_path, capabilities)
-    got, said = ask(REQUESTED, driver=driver)
-    assert got == families
-    assert ("Stand-in has compute capability 8.6; kernels exist for 9.0" in said) == (not families)
-    needed, _ = ask(REQUIRES, driver=driver)
-    assert needed == ([aot.DSL_REQUIREMENT] if families else [])
+    driver = stand_in.driver(tmp_path, capabilities)
+    assert ask(REQUESTED, driver=driver) == (families, "")
+    needed, said = ask(REQUIRES, driver=driver)
+    assert needed == ([compiler.DSL_REQUIREMENT] if families else [])
+    fetched = f"{compiler.DSL_REQUIREMENT} is fetched to compile the GPU kernels of"
+    assert (
+        said.count("where it cannot be had, JAX_FA_GPU=none builds")
+        == said.count(fetched)
+        == len(needed)
+    )
+
+
+@needs_compiler
+def test_a_gpu_that_no_kernels_exist_for_is_named_once(tmp_path):
+    driver = stand_in.driver(tmp_path, (86, 86))
+    assert ask(LINKED, driver=driver) == (
+        OFF,
+        f"jax_fa: Stand-in has compute capability 8.6; kernels exist for {known_capabilities()}\n",
+    )
 
 
 @needs_compiler
 def test_a_driver_that_fails_counts_as_none(tmp_path):
-    driver = stand_in_driver(tmp_path, (90,), failure=100)
+    driver = stand_in.driver(tmp_path, (90,), failure=100)
     assert ask(REQUESTED, driver=driver) == ([], "")
 
 
@@ -88,7 +85,7 @@ def test_a_driver_that_fails_counts_as_none(tmp_path):
     ("asked", "families"), [("none", []), ("all", FAMILIES), ("sm100, sm90", ["sm100", "sm90"])]
 )
 def test_the_variable_overrides_the_driver(tmp_path, asked, families):
-    driver = stand_in_driver(tmp_path, (90,))
+    driver = stand_in.driver(tmp_path, (90,))
     assert ask(REQUESTED, driver=driver, JAX_FA_GPU=asked) == (families, "")
 
 
@@ -127,14 +124,14 @@ OFF = {"cmake.define.JAX_FA_GPU_KERNELS": "OFF"}
     ("setup", "reason"),
     [
         (f"{NO_WHEELS}; {NO_DSL}", f"jaxlib runs here (cpython 3.{sys.version_info.minor}"),
-        (NO_DSL, f"{aot.DSL_REQUIREMENT} is not installed in this build environment"),
+        (NO_DSL, f"{compiler.DSL_REQUIREMENT} is not installed in this build environment"),
     ],
     ids=["no wheels", "no isolation"],
 )
 def test_without_the_dsl_the_build_goes_on_and_says_so_unless_a_family_was_named(
     tmp_path, setup, reason
 ):
-    driver = stand_in_driver(tmp_path, (90,))
+    driver = stand_in.driver(tmp_path, (90,))
     got, said = ask(LINKED, driver=driver, setup=setup)
     assert got == OFF
     assert said.startswith("jax_fa: building without the GPU kernels of sm90: " + reason)
@@ -144,10 +141,10 @@ def test_without_the_dsl_the_build_goes_on_and_says_so_unless_a_family_was_named
 
 @needs_compiler
 def test_a_platform_without_wheels_of_the_dsl_does_not_ask_for_it(tmp_path):
-    driver = stand_in_driver(tmp_path, (90,))
+    driver = stand_in.driver(tmp_path, (90,))
     assert ask(REQUIRES, driver=driver, setup=NO_WHEELS)[0] == []
     refused, _ = ask(REQUIRES, setup=NO_WHEELS, JAX_FA_GPU="sm90")
-    assert f"but {aot.DSL_REQUIREMENT} has wheels for CPython 3.10 to 3.14" in refused
+    assert f"but {compiler.DSL_REQUIREMENT} has wheels for CPython 3.10 to 3.14" in refused
 
 
 def test_a_machine_without_a_gpu_compiles_nothing():
@@ -155,6 +152,56 @@ def test_a_machine_without_a_gpu_compiles_nothing():
     assert ask(LINKED) == (OFF, "")
 
 
+def test_tests_build_with_what_an_installation_builds_with():
+    text = (stand_in.ROOT / "pyproject.toml").read_text()
+    declared = tomllib.loads(text)
+    needed = [x for x in declared["build-system"]["requires"] if not x.startswith("jaxlib")]
+    assert set(needed) <= set(declared["project"]["optional-dependencies"]["test"])
+    assert declared["project"]["optional-dependencies"]["aot"] == [compiler.DSL_REQUIREMENT]
+
+
 def test_hooks_of_scikit_build_core_do_not_see_the_setting():
     got, _ = ask("b._hook(lambda a, s: s)('wheels', {'gpu': 'none', 'x': 'y'})")
     assert got == {"x": "y"}
+
+
+def on_a_terminal(code):
+    """What a terminal and a log show of code whose error output goes to the log."""
+    relay = f"import pty, sys; pty.spawn([sys.executable, '-c', {code!r}])"
+    process = subprocess.run(
+        [sys.executable, "-c", relay],
+        env={**os.environ, "PYTHONPATH": str(stand_in.ROOT / "ffi")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return process.stdout.replace("\r\n", "\n")
+
+
+def test_what_the_user_should_know_reaches_a_terminal_past_the_frontend(tmp_path):
+    log = tmp_path / "log"
+    to_log = f"import os, sys; os.dup2(os.open({str(log)!r}, os.O_CREAT | os.O_WRONLY), 2)"
+    lines = [f"[{done}/20] fwd_sm90: 3.1 s\n" for done in range(1, 21)]
+    code = (
+        f"{to_log}; import build_backend as b, time; b._tell('compiling'); "
+        f"b._relay({lines!r}, time.monotonic())"
+    )
+    shown = on_a_terminal(code)
+    assert log.read_text() == "jax_fa: compiling\n" + "".join(lines)
+    told = [f"jax_fa: {done} of 20 kernels after 0 s  " for done in range(2, 21, 2)]
+    assert shown.split("\n")[1:] == ["jax_fa: compiling  ", *told]
+
+
+def test_a_refusal_has_no_traceback():
+    code = "import build_backend as b; b.requested({'gpu': 'sm9'})"
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(stand_in.ROOT / "ffi")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert process.stderr.startswith("JAX_FA_GPU=sm9: 'sm9' is no GPU family.")
+    assert process.stderr.count("\n") == 1

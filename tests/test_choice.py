@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from jax_fa.band import Band
-from jax_fa.choice import Target, choose
-from jax_fa.problem import Problem, Semantics
-from jax_fa.variants import BY_NAME
+from jax_fa.runtime.dispatch import Emulation, Target, choose
+from jax_fa.spec.arch import ARCHS, OPERATIONS
+from jax_fa.spec.band import Band
+from jax_fa.spec.problem import Problem, Semantics
+from jax_fa.spec.variants import BY_NAME, of_families
 
 PROBLEM = Problem(
     dtype="bfloat16",
@@ -68,10 +69,89 @@ def test_gpu_at_hand_gets_the_kernel_that_was_compiled_for_it():
     assert choose(PROBLEM, Target("cuda", ALL, ("9.0",)), "cuda") == choice
 
 
+def test_an_operation_may_run_the_kernels_of_another_family():
+    built = frozenset(variant.name for variant in of_families(["sm103"]))
+    for compiled in (ALL, built):
+        target = Target("cuda", compiled, ("10.3",))
+        assert choose(PROBLEM, target, None).kernel == "fwd_sm103_bf16_d128_causal"
+        assert choose(PROBLEM, target, None, "bwd").kernel == "bwd_sm100_bf16_d128_causal"
+    # Where no GPU is at hand, the families that the build is for have to serve, and no other.
+    assert choose(PROBLEM, Target("cuda", built), None).kernel == "fwd_sm103_bf16_d128_causal"
+    both = Target("cuda", ALL, ("10.0", "10.3"))
+    assert choose(PROBLEM, both, None, "bwd").kernel == "bwd_sm100_bf16_d128_causal"
+
+
+def test_kernels_of_the_family_that_one_borrows_from_are_not_all_it_needs():
+    built = frozenset(variant.name for variant in of_families(["sm100"]))
+    for operation in ("fwd", "bwd"):
+        choice = choose(PROBLEM, Target("cuda", built, ("10.3",)), None, operation)
+        assert choice.reason.startswith("this installation holds no GPU kernels of sm103. ")
+        assert "JAX_FA_GPU=sm103 " in choice.reason
+
+
 def test_a_variant_that_was_left_out_of_the_build_is_not_chosen():
     left_out = choose(PROBLEM, Target("cuda", ALL, ("9.0",)), None).kernel
     choice = choose(PROBLEM, Target("cuda", ALL - {left_out}, ("9.0",)), None)
     assert left_out not in choice.kernel
+
+
+@pytest.mark.parametrize(
+    ("heads", "larger"),
+    [((80, 80), (96, 96)), ((1, 8), (64, 64)), ((160, 128), (192, 128)), ((8, 129), (256, 256))],
+)
+def test_heads_without_a_kernel_of_their_own_run_in_the_cheapest_larger_one(heads, larger):
+    problem = replace(PROBLEM, head_dim=heads[0], value_dim=heads[1])
+    asked, padded = ("/".join(map(str, pair)) for pair in (heads, larger))
+    for forced in (None, "cuda", Emulation("sm90")):
+        target = Target("cpu" if isinstance(forced, Emulation) else "cuda", ALL, ("9.0",))
+        for operation in OPERATIONS:
+            choice = choose(problem, target, forced, operation)
+            assert (choice.is_fallback, choice.chosen.heads) == (False, larger)
+            key = BY_NAME[choice.kernel].key
+            assert (key.head_dim, key.value_dim) == larger
+            assert choice.reason.endswith(
+                f"; head sizes {asked} run in the kernel for {padded}, padded with zeros"
+            )
+    assert choose(problem, CPU, None) == choose(PROBLEM, CPU, None)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_heads_of_a_kernel_are_not_padded(arch, operation):
+    for heads in arch.kernels(operation).heads:
+        problem = replace(PROBLEM, head_dim=heads[0], value_dim=heads[1])
+        choice = choose(problem, Target("cuda", ALL), None, operation)
+        assert choice.chosen.heads == heads
+        assert choice.reason == "compiled kernels serve this problem on cuda"
+
+
+def test_a_build_of_some_head_sizes_pads_to_those_that_it_has():
+    """Forward and backward each to their own."""
+    held = ["fwd_sm90_bf16_d256_causal", "fwd_sm90_bf16_d128_causal", "bwd_sm90_bf16_d96_causal"]
+    target = Target("cuda", frozenset(held), ("9.0",))
+    problem = replace(PROBLEM, head_dim=64, value_dim=64)
+    chosen = [choose(problem, target, None, operation) for operation in OPERATIONS]
+    assert [choice.kernel for choice in chosen] == held[1:]
+    assert [choice.chosen.heads for choice in chosen] == [(128, 128), (96, 96)]
+
+
+def test_every_family_pads_to_the_same_size():
+    """A program names one kernel for all of them."""
+    lacking = "fwd_sm100_bf16_d96_causal"
+    problem = replace(PROBLEM, head_dim=80, value_dim=80)
+    choice = choose(problem, Target("cuda", ALL - {lacking}), None)
+    assert choice.chosen.heads == (128, 128)
+    assert {BY_NAME[name].key.head_dim for name in choice.kernel.split(", ")} == {128}
+
+
+def test_heads_larger_than_any_kernel_run_unfused():
+    target = Target("cuda", ALL, ("9.0",))
+    for heads in ((257, 64), (64, 257)):
+        problem = replace(PROBLEM, head_dim=heads[0], value_dim=heads[1])
+        choice = choose(problem, target, None)
+        assert choice.is_fallback and f"none as large as {heads[0]}/{heads[1]}" in choice.reason
+        with pytest.raises(NotImplementedError, match="Use implementation=None or 'xla'.$"):
+            choose(problem, target, "cuda")
 
 
 def test_xla_is_no_fallback_when_asked_for():

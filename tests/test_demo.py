@@ -7,16 +7,19 @@ import shutil
 import signal
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.harness import in_new_process
 
 import jax_fa
-from jax_fa import demo, demo_data
-from jax_fa.demo import Demo, RunConfig, main
-from jax_fa.demo_checkpoint import CheckpointError, Checkpoints, _digests
-from jax_fa.demo_model import ModelConfig
-from jax_fa.demo_training import TrainConfig, Trainer
+from jax_fa.demo import data, program
+from jax_fa.demo.checkpoint import CheckpointError, Checkpoints, _digests
+from jax_fa.demo.meshes import MeshConfig
+from jax_fa.demo.model import ModelConfig
+from jax_fa.demo.program import Demo, RunConfig, main
+from jax_fa.demo.training import TrainConfig, Trainer
 
 TINY_MODEL = ModelConfig(context=32, num_layers=1, d_model=16, num_heads=2, num_kv_heads=1)
 TINY_TRAINING = TrainConfig(batch_size=2, warmup_steps=2, learning_rate=1e-2)
@@ -43,7 +46,7 @@ def test_run_trains_samples_plots_and_passes_its_check(tmp_path, capsys):
 
 
 def test_resumed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path, text_file, capsys):
-    text = demo_data.read(text_file, TINY_MODEL.context)
+    text = data.read(text_file, TINY_MODEL.context)
 
     def losses(steps, folder=None):
         run = Demo(TINY_MODEL, TINY_TRAINING, RunConfig(steps, checkpoint_every=2), text)
@@ -61,6 +64,63 @@ def test_resumed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path, text_fil
     other = ModelConfig(context=32, num_layers=2)
     with pytest.raises(CheckpointError, match="num_layers is 2 and was 1"):
         Checkpoints(tmp_path / "saved", other, TINY_TRAINING, text)
+
+
+def test_devices_of_a_mesh_give_the_losses_of_one_and_read_checkpoints_of_another(
+    tmp_path, text_file, capsys
+):
+    model = ModelConfig(context=32, num_layers=1, d_model=32, num_heads=4, num_kv_heads=2)
+    training = TrainConfig(batch_size=4, warmup_steps=2, learning_rate=1e-2)
+    text = data.read(text_file, model.context)
+
+    def losses(steps, mesh):
+        with Checkpoints(tmp_path / "saved", model, training, text) as checkpoints:
+            return Demo(model, training, RunConfig(steps, mesh=mesh), text).train(checkpoints)[1]
+
+    alone = Demo(model, training, RunConfig(4), text).train()[1]
+    assert "each_device" not in capsys.readouterr().err
+    np.testing.assert_allclose(losses(3, MeshConfig(2, 2, 2)), alone[:3], rtol=1e-5)
+    assert re.search(r"each_device=[\d.]+k? tokens/s", capsys.readouterr().err)
+    np.testing.assert_allclose(losses(4, MeshConfig(data=1, context=4)), alone, rtol=1e-5)
+    assert "after step 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("pipe=2", "'pipe=2' is not understood. Give each of the axes data, model, context"),
+        ("data=2,data=4", "'data=4' is not understood.* at most once"),
+        ("data=0", "'data=0' is not understood.*such as data=2,model=2,context=2"),
+        ("data", "'data' is not understood"),
+        ("data=3", "batch_size is 8, which 3 .* data may be 1, 2, 4, 8; or make .* multiple of 3"),
+        ("model=4", "num_kv_heads is 2, which 4 devices cannot share .* model may be 1, 2; or"),
+        ("context=3", "context is 256, which 3 devices .* context may be 1, 2, 4, .*256; or make"),
+        ("data=8,model=2", "takes 16 devices, .* started with 8 .cpu.*device_count=16 before JAX"),
+    ],
+)
+def test_mesh_that_does_not_fit_is_refused_with_what_would_work(mesh, message, capsys):
+    assert jax.device_count() == 8  # JAX has started
+    with pytest.raises(SystemExit) as end:
+        main(["--mesh", mesh])
+    assert end.value.code == 2
+    assert re.search(message, one_line(capsys))
+
+
+def test_processes_whose_devices_a_mesh_would_leave_out_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(
+        ValueError, match="takes 4 devices, .* 2 processes have 8. Give a mesh of 8"
+    ):
+        MeshConfig(data=4).make()
+
+
+def test_mesh_makes_its_virtual_devices_before_jax_starts():
+    code = """
+from jax_fa.demo.meshes import MeshConfig
+print(dict(MeshConfig.of("context=2,data=3").make().shape))
+"""
+    printed = in_new_process(code, XLA_FLAGS="")
+    assert printed == "{'data': 3, 'model': 1, 'context': 2}\n"
 
 
 class Counting:
@@ -91,7 +151,7 @@ def command(tmp_path, text_file):
 @pytest.fixture
 def saved(tmp_path, text_file, command):
     """Folder of the latest checkpoint of that run, after step 3; there is one of step 2, too."""
-    text, counting = demo_data.read(text_file, TINY_MODEL.context), Counting()
+    text, counting = data.read(text_file, TINY_MODEL.context), Counting()
     with Checkpoints(tmp_path / "saved", TINY_MODEL, TINY_TRAINING, text) as checkpoints:
         checkpoints.save(counting.state, [1.0, 2.0])
         checkpoints.save(counting.state, [1.0, 2.0, 3.0])
@@ -141,7 +201,7 @@ def test_damaged_checkpoint_is_refused_in_one_line(saved, command, capsys, files
     line = one_line(capsys)
     assert re.search(f"step 3 is damaged .*{message}.* Remove {saved}", line)
     shutil.rmtree(saved)
-    text = demo_data.read(Path(command[command.index("--text") + 1]), TINY_MODEL.context)
+    text = data.read(Path(command[command.index("--text") + 1]), TINY_MODEL.context)
     with Checkpoints(saved.parent, TINY_MODEL, TINY_TRAINING, text) as checkpoints:
         assert checkpoints.restore(Counting().state)[1] == [1.0, 2.0]
 
@@ -155,19 +215,19 @@ def test_checkpoint_of_another_text_is_refused(saved, text_file, command, capsys
 
 
 def test_interrupted_run_is_saved_and_goes_on(command, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "make_trainer", Counting(interrupt=3).make)
+    monkeypatch.setattr(program, "make_trainer", Counting(interrupt=3).make)
     handler = signal.getsignal(signal.SIGINT)
     assert main([*command, "--steps", "5"]) == 130
     assert signal.getsignal(signal.SIGINT) is handler
     assert re.search("interrupted after step 3, which is saved; the same", one_line(capsys))
     going_on = Counting(interrupt=1)
-    monkeypatch.setattr(demo, "make_trainer", going_on.make)
+    monkeypatch.setattr(program, "make_trainer", going_on.make)
     assert main([*command, "--steps", "5"]) == 130
     captured = capsys.readouterr()
     assert "Resuming:  after step 3" in captured.out
     assert "interrupted after step 4" in captured.err
 
-    monkeypatch.setattr(demo, "make_trainer", Counting(interrupt=2).make)
+    monkeypatch.setattr(program, "make_trainer", Counting(interrupt=2).make)
     assert main(command[: command.index("--checkpoint")]) == 130
     assert "after step 2, nothing is saved; --checkpoint DIR" in one_line(capsys)
 
@@ -204,12 +264,12 @@ def test_full_disk_at_a_checkpoint_is_one_line(command, monkeypatch, capsys, whe
         ),
     }
     command = [*command, "--checkpoint-every", "1"]
-    monkeypatch.setattr(demo, "make_trainer", counting.make)
+    monkeypatch.setattr(program, "make_trainer", counting.make)
     with monkeypatch.context() as context:
         context.setattr(*faults[where])
         assert main(command) == 1
     assert re.search("step 2 was not saved .*No space left.* Make room", one_line(capsys))
-    monkeypatch.setattr(demo, "make_trainer", Counting(interrupt=1).make)
+    monkeypatch.setattr(program, "make_trainer", Counting(interrupt=1).make)
     assert main(command) == 130
     assert "after step 1" in capsys.readouterr().out
 
@@ -218,8 +278,8 @@ def test_full_disk_at_the_plot_is_one_line(command, monkeypatch, capsys):
     monkeypatch.setattr(Demo, "train", lambda self, checkpoints: (None, [1.0]))
     monkeypatch.setattr(Demo, "held_out_loss", lambda *_: 1.0)
     monkeypatch.setattr(Demo, "repeated_losses", lambda *_: [1.0])
-    monkeypatch.setattr(demo, "sample", lambda *_: b"")
-    monkeypatch.setattr(demo, "plot", full)
+    monkeypatch.setattr(program, "sample", lambda *_: b"")
+    monkeypatch.setattr(program, "plot", full)
     assert main(command) == 1
     assert "No space left" in one_line(capsys)
 
@@ -238,7 +298,7 @@ def test_file_where_a_folder_should_be_is_refused_before_training(
 
 def test_failed_check_is_a_failed_run(tmp_path, text_file, monkeypatch, capsys):
     monkeypatch.setattr(Demo, "repeated_losses", lambda self, count: [0.0] * count)
-    monkeypatch.setattr(demo, "sample", lambda *_: b"")
+    monkeypatch.setattr(program, "sample", lambda *_: b"")
     assert main([*TINY, "--text", str(text_file), "--output", str(tmp_path)]) == 1
     assert "FAILED" in capsys.readouterr().out
 
@@ -247,21 +307,21 @@ def test_failed_check_is_a_failed_run(tmp_path, text_file, monkeypatch, capsys):
     ("repeated", "passes"), [([2.0, 1.00001], True), ([2.0, 1.1], False), ([np.nan], False)]
 )
 def test_check(repeated, passes):
-    assert demo.check([2.0, 1.0, 0.5], repeated, 1e-3) == passes
+    assert program.check([2.0, 1.0, 0.5], repeated, 1e-3) == passes
 
 
 def test_check_notices_attention_that_is_slightly_wrong(text_file, monkeypatch):
-    text = demo_data.read(text_file, TINY_MODEL.context)
+    text = data.read(text_file, TINY_MODEL.context)
     run = Demo(TINY_MODEL, TINY_TRAINING, RunConfig(steps=6), text)
     correct = run.repeated_losses(6)
     right = jax_fa.attention
     monkeypatch.setattr(jax_fa, "attention", lambda q, k, v, **more: 0.98 * right(q, k, v, **more))
-    tolerance = demo._CHECK_TOLERANCE["float32"]
-    assert not demo.check(run.repeated_losses(6), correct, tolerance)
+    tolerance = program._CHECK_TOLERANCE["float32"]
+    assert not program.check(run.repeated_losses(6), correct, tolerance)
 
 
 def test_batches_depend_on_seed_and_step_alone(text_file):
-    text = demo_data.read(text_file, 32)
+    text = data.read(text_file, 32)
     first = text.batch(3, (2, 32), seed=0)
     assert first.shape == (2, 33)
     np.testing.assert_array_equal(first, text.batch(3, (2, 32), seed=0))

@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from jax_fa import _jax_fa, variants
-from jax_fa.band import UNBOUNDED, Band
-from jax_fa.kernels import abi
-from jax_fa.problem import Problem, Semantics
+from jax_fa import _jax_fa
+from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES
+from jax_fa.runtime.dispatch import Target, choose
+from jax_fa.spec import schema, variants
+from jax_fa.spec.arch import ARCHS, OPERATIONS, arch_named, capability_number
+from jax_fa.spec.band import UNBOUNDED, Band
+from jax_fa.spec.problem import Problem, Semantics
 
 COMPILED = [name for name in _jax_fa.variants() if name in variants.BY_NAME]
 ARRAYS = (
@@ -21,13 +24,12 @@ ARRAYS = (
     "dq",
     "dk",
     "dv",
-    *(p.name for p in abi.SCRATCH),
+    *(x.name for x in schema.BACKWARD_SCRATCH),
     "out_parts",
     "lse_parts",
 )
 # Multiples of what TMA descriptors ask for, and large enough not to be mistaken for extents.
 ADDRESSES = {name: 0x7F00_0000_0000 + 0x100_0000 * i for i, name in enumerate(ARRAYS)}
-MAX_SHARED_BYTES = 227 * 1024
 
 # Operands that are given with an operand, itself first.
 TOGETHER: dict[str | None, tuple[str, ...]] = {
@@ -59,14 +61,14 @@ def problem_for(variant, **fields):
     )
     if key.is_split:
         base = replace(base, q_len=1)
-        assert abi.kv_splits(base) > 1
+        assert variants.kv_splits(base) > 1
     return replace(base, **fields)
 
 
 def call_for(problem, operation="fwd"):
     """The fields of FwdParams or BwdParams for ``problem``, at addresses that nothing reads."""
     semantics = problem.semantics
-    splits = abi.kv_splits(problem) if operation == "fwd" else 1
+    splits = variants.kv_splits(problem) if operation == "fwd" else 1
     scratch = {"num_splits": splits} if splits > 1 else {}
     unused = {*ARRAYS[5:]} if operation == "fwd" else {*ARRAYS[-2:]}
     unused -= {"out_parts", "lse_parts"} if splits > 1 else set()
@@ -92,12 +94,13 @@ def call_for(problem, operation="fwd"):
 
 
 def record(variant, **changes):
-    call = {**call_for(problem_for(variant), variant.operation), **changes}
+    call = call_for(problem_for(variant), variant.operation)
+    call = {**call, "kernel": variants.stem(variant.key), **changes}
     return _jax_fa.record(variant.operation, capability(variant), call)
 
 
 def capability(variant):
-    return int(variant.arch.removeprefix("sm"))
+    return capability_number(arch_named(variant.arch).capabilities[0])
 
 
 def test_cuda_handlers_are_registered_with_a_stage_that_loads():
@@ -107,9 +110,8 @@ def test_cuda_handlers_are_registered_with_a_stage_that_loads():
 
 
 def test_every_compiled_variant_is_in_the_list():
-    """But for those of mask functions, which are compiled when asked for."""
     names = _jax_fa.variants()
-    assert all(name in variants.BY_NAME or "_mod_" in name for name in names)
+    assert all(name in variants.BY_NAME for name in names)
     assert len(set(names)) == len(names)
 
 
@@ -124,7 +126,7 @@ def test_recorded_launches_fit_the_hardware(variant):
         threads = launch["block"][0] * launch["block"][1] * launch["block"][2]
         assert 0 < threads <= 1024 and threads % 32 == 0
         assert 1 <= launch["cluster"][0] * launch["cluster"][1] * launch["cluster"][2] <= 16
-        assert launch["shared_bytes"] <= MAX_SHARED_BYTES
+        assert launch["shared_bytes"] <= SMEM_CAPACITY_BYTES
         assert sum(map(len, launch["params"])) <= 4096
 
 
@@ -150,7 +152,7 @@ def test_extents_reach_the_launch_at_run_time(variant):
 @needs_kernels
 @each_variant
 def test_lookup_in_cxx_agrees_with_python(variant):
-    arch = next(arch for arch in variants.ARCHS if arch.name == variant.arch)
+    arch = arch_named(variant.arch)
     problem = problem_for(variant)
     found = variants.find(problem, arch, variant.operation, COMPILED)
     assert record(variant)["variant"] == variant.name == found.name
@@ -162,8 +164,8 @@ def test_lookup_in_cxx_agrees_with_python(variant):
 @pytest.mark.parametrize(
     "extra", [None, "q_lengths", "kv_lengths", "cu_seqlens_q", "q_segments", "q_offset", "sinks"]
 )
-def test_mask_class_in_cxx_agrees_with_python(left, right, extra):
-    """What is not compiled is refused by both."""
+def test_the_kernel_that_lowering_names_is_found(left, right, extra):
+    """And what is not compiled is not named."""
     field = {
         "q_lengths": "has_lengths",
         "kv_lengths": "has_lengths",
@@ -182,21 +184,56 @@ def test_mask_class_in_cxx_agrees_with_python(left, right, extra):
     call = call_for(problem, variant.operation) | dict.fromkeys(TOGETHER.get(extra, ()), 0x1000)
     if extra == "sinks" and variant.operation == "bwd":
         call["dsinks"] = 0x2000
-    arch = next(arch for arch in variants.ARCHS if arch.name == variant.arch)
+    arch = arch_named(variant.arch)
     found = variants.find(problem, arch, variant.operation, COMPILED)
-    if found is None:
-        with pytest.raises(ValueError, match=f"{variants.mask_class(problem)} mask"):
-            _jax_fa.record(variant.operation, capability(variant), call)
-    else:
+    target = Target("cuda", frozenset(COMPILED), arch.capabilities)
+    chosen = choose(problem, target, None, variant.operation)
+    assert (chosen.implementation == "cuda") == (found is not None)
+    if found is not None:
+        call["kernel"] = chosen.chosen.stem
+        call |= dict(zip(("head_dim", "value_dim"), chosen.chosen.heads, strict=True))
         recorded = _jax_fa.record(variant.operation, capability(variant), call)
-        assert recorded["variant"] == found.name
+        assert recorded["variant"] == found.name == chosen.kernel
 
 
 @needs_kernels
-def test_a_refusal_names_what_was_asked_and_the_nearest():
+def test_a_kernel_that_is_not_in_this_build_is_refused():
+    """A program lowered by an installation that has it."""
     variant = variants.BY_NAME[COMPILED[0]]
-    with pytest.raises(ValueError, match=r"D = 80.*Nearest of \d+ compiled: \w+"):
-        record(variant, head_dim=80)
+    name = variants.full_name(variant.operation, variant.arch, "bf16_d80_full")
+    with pytest.raises(ValueError, match=rf"{name}, which is not among the \d+ .* Lower it again"):
+        record(variant, kernel="bf16_d80_full")
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": 80}, {"value_dim": 80}, {"dtype": "float32"}, {"num_splits": 2}]
+)
+def test_a_kernel_is_called_with_what_it_was_compiled_for(changes):
+    plain = next(variants.BY_NAME[x] for x in COMPILED if x.startswith("fwd") and "split" not in x)
+    with pytest.raises(ValueError, match=rf"{plain.name} takes .*, but is called with"):
+        record(plain, **changes, out_parts=0x1000, lse_parts=0x2000)
+
+
+@needs_kernels
+def test_a_program_from_before_kernels_were_named_says_so():
+    words = "names no kernel: a release of jax_fa wrote it whose extension had version 1. Lower"
+    with pytest.raises(ValueError, match=words):
+        record(variants.BY_NAME[COMPILED[0]], kernel="")
+
+
+@needs_kernels
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_every_capability_runs_the_kernels_that_its_row_says(arch, operation):
+    """C++ picks the family of a device from the table that the build wrote of ``ARCHS``."""
+    owner = arch.owner(operation).name
+    wanted = variants.full_name(operation, owner, "bf16_d80_full")
+    problem = problem_for(variants.BY_NAME[variants.full_name(operation, owner, "bf16_d64_full")])
+    call = call_for(problem, operation) | {"kernel": "bf16_d80_full"}
+    for capability in map(capability_number, arch.capabilities):
+        with pytest.raises(ValueError, match=f"calls the kernel {wanted}, which is not among"):
+            _jax_fa.record(operation, capability, call)
 
 
 @needs_kernels
@@ -254,7 +291,7 @@ def test_a_gpu_has_multiprocessors(num_sms):
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", [param.name for param in abi.SCRATCH[:2]])
+@pytest.mark.parametrize("name", [x.name for x in schema.BACKWARD_SCRATCH[:2]])
 def test_a_backward_has_its_scratch(name):
     backward = next(v for v in map(variants.BY_NAME.get, COMPILED) if v.operation == "bwd")
     with pytest.raises(ValueError, match=f"record: {name} should have an address"):

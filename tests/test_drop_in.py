@@ -1,8 +1,11 @@
 """``replace_jax_nn``: code that calls jax.nn runs our kernels where they serve, else jax.nn."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -29,12 +32,17 @@ def test_a_call_that_kernels_serve_runs_them_whatever_it_names(implementation):
             jax.value_and_grad(lambda *x: loss(*x, is_causal=True, implementation=implementation)),
             *(Q, K, V),
         )
-    assert count == (1, 1)
+        masked = custom_calls(
+            jax.value_and_grad(lambda *x: loss(*x, mask=jnp.ones((16, 16), bool))), *(Q, K, V)
+        )
+    assert count == masked == (1, 1)
 
 
-def test_results_and_gradients_are_those_of_jax_nn():
+@pytest.mark.parametrize("mask", [None, jnp.tril(jnp.ones((1, 1, 16, 16), bool), 3)])
+def test_results_and_gradients_are_those_of_jax_nn(mask):
     lengths = jnp.array([5, 16], jnp.int32)
     keywords = {"key_value_seq_lengths": lengths, "local_window_size": (16, 2), "scale": 0.3}
+    keywords["mask"] = mask
     wanted = jax.value_and_grad(loss, (0, 1, 2))(Q, K, V, **keywords)
     with jax_fa.replace_jax_nn():
         got = jax.value_and_grad(loss, (0, 1, 2))(Q, K, V, **keywords)
@@ -46,7 +54,6 @@ def test_results_and_gradients_are_those_of_jax_nn():
 @pytest.mark.parametrize(
     "keywords",
     [
-        {"mask": jnp.tril(jnp.ones((1, 1, 16, 16), bool))},
         {"bias": jnp.ones((1, 4, 16, 16))},
         {"scale": jnp.float32(0.5)},
     ],
@@ -110,19 +117,37 @@ class Model(nnx.Module):
         return self.out(x + self.attention(x, is_causal=True))
 
 
+LENGTH = 77
+
+
+@nnx.jit
+def train(model, optimizer, x):
+    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def trained(x):
+    """Compiled program of a step, its loss, and the parameters after it."""
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    text = train.lower(model, optimizer, x).compile().as_text()
+    loss = train(model, optimizer, x)
+    return text, (loss, jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def kernels_and_score_matrices(text):
+    """Calls of our targets, forward and backward, and arrays of LENGTH x LENGTH, compiled."""
+    calls = [text.count(f'custom_call_target="jax_fa_{name}_v1"') for name in ("fwd", "bwd")]
+    return *calls, len(re.findall(rf"\[(?:\d+,)*{LENGTH},{LENGTH}[],]", text))
+
+
 def test_an_unmodified_nnx_model_trains_on_kernels_without_a_score_matrix():
-    graph, state = nnx.split(Model(nnx.Rngs(0)))
-    x = jax.random.normal(jax.random.key(1), (2, 77, 32))
-
-    def value(state, x):
-        return jnp.mean(nnx.merge(graph, state)(x) ** 2)
-
-    step = jax.value_and_grad(value)
-    wanted = step(state, x)
+    x = jax.random.normal(jax.random.key(1), (2, LENGTH, 32))
+    their_text, wanted = trained(x)
     with jax_fa.replace_jax_nn():
-        program = jax.jit(step).lower(state, x)
-        got = jax.jit(step)(state, x)
-    text = program.as_text()
-    assert text.count("jax_fa_fwd_v1") == text.count("jax_fa_bwd_v1") == 1
-    assert "77x77" not in text
+        our_text, got = trained(x)
+    assert kernels_and_score_matrices(our_text) == (1, 1, 0)
+    forward, backward, matrices = kernels_and_score_matrices(their_text)
+    assert forward == backward == 0 < matrices  # what the line before would find
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, wanted)

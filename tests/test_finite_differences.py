@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, documents, make
-from harness import on_device, run
+from helpers.cases import Case, documents, make
+from helpers.harness import on_device, run
 
-from jax_fa import reference
+from jax_fa.runtime import reference
 
 _SMALL: dict[str, Any] = {
     "batch": 2,

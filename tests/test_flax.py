@@ -1,6 +1,8 @@
 """``jax_fa.flax`` in real Flax layers, against the same layers with Flax's own attention."""
 
+import functools
 import inspect
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -221,7 +223,7 @@ def test_other_properties_reach_attention():
     weights = jax.nn.softmax(0.5 * jnp.tanh(logits / 0.5))
     assert_close(own(q, k, v), jnp.einsum("bnts,bsnd->btnd", weights, v))
     with pytest.raises(NotImplementedError, match="'cpu'"):
-        make_attention_fn(implementation="cpu")(q, k, v, mask=jnp.ones((5, 5), bool))
+        make_attention_fn(implementation="cpu")(q, k, v, bias=jnp.ones((5, 5)))
 
 
 def test_row_without_visible_keys_gives_zero():
@@ -236,21 +238,56 @@ def test_equal_properties_are_equal_functions():
     assert make_attention_fn() == attention_fn != make_attention_fn(is_causal=True)
 
 
-@pytest.mark.parametrize(
-    ("own", "mask", "runs_kernel"),
-    [
-        (attention_fn, None, True),
-        (make_attention_fn(is_causal=True), None, True),
-        (attention_fn, causal_mask(bool), False),
-    ],
-    ids=["plain", "causal", "masked"],
-)
-def test_kernel_runs_unless_there_is_a_mask(own, mask, runs_kernel):
+@pytest.mark.parametrize("own", [attention_fn, make_attention_fn(is_causal=True)])
+def test_kernel_runs_without_a_mask(own):
     _, ours = linen_layers(own)
     x = inputs(2)
-    layer = jax.jit(lambda variables, x: ours.apply(variables, x, mask=mask))
+    layer = jax.jit(ours.apply)
     compiled = layer.lower(ours.init(jax.random.key(1), x), x).compile()
-    assert ("jax_fa_fwd" in str(compiled.as_text())) == runs_kernel
+    assert "jax_fa_fwd" in str(compiled.as_text())
+
+
+# -------------------------------------------------------------------------------------------- rope
+
+
+def rope(x):
+    """[L, D], pairs of features turned by their position; as of NNX and Equinox."""
+    angles = jnp.arange(x.shape[0])[:, None] / 100.0 ** jnp.linspace(0, 1, x.shape[1] // 2)
+    a, b = jnp.split(x, 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def nnx_attention_with_rope(query, key, value, **keywords):
+    """As NNX's ``dot_product_attention_with_rope``, of releases after 0.12.8."""
+    turn = jax.vmap(jax.vmap(rope, 1, 1))
+    return nnx.dot_product_attention(turn(query), turn(key), value, **keywords)
+
+
+def test_rope_turns_query_and_key_before_the_product():
+    theirs, ours = (
+        nnx_layers(own, num_kv_heads=2)[1]
+        for own in (nnx_attention_with_rope, make_attention_fn(rope=rope))
+    )
+    x = inputs(2)
+    assert_close(ours(x, is_causal=True), theirs(x, is_causal=True))
+    assert make_attention_fn(rope=rope) == make_attention_fn(rope=rope) != attention_fn
+
+
+def test_rope_in_a_decoding_step_is_refused():
+    _, ours = nnx_layers(make_attention_fn(rope=rope), decode=True)
+    ours.init_cache((2, LENGTH, WIDTH))
+    with pytest.raises(NotImplementedError, match="rope with one query, 12 keys and a mask"):
+        ours(inputs(2, length=1))
+
+
+@pytest.mark.skipif(not hasattr(nnx, "RoPE"), reason="flax 0.12.8 and older have no nnx.RoPE")
+def test_rope_of_nnx_is_that_of_its_own_attention_function():
+    newer: Any = nnx
+    turn = newer.RoPE()
+    with_rope = functools.partial(newer.dot_product_attention_with_rope, rope=turn)
+    theirs, ours = (nnx_layers(own)[1] for own in (with_rope, make_attention_fn(rope=turn)))
+    assert_close(ours(inputs(2)), theirs(inputs(2)))
 
 
 # ---------------------------------------------------------------------------------------- refusals

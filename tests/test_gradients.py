@@ -1,9 +1,9 @@
 """Gradients of every case and dtype against the oracle, and against finite differences."""
 
 import pytest
-from cases import CASES, DTYPES
-from harness import computed, wanted
-from oracle import assert_close
+from helpers.cases import CASES, DTYPES
+from helpers.harness import computed, wanted
+from helpers.oracle import assert_close
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 

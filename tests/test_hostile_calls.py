@@ -15,11 +15,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from oracle import attend
+from helpers.oracle import attend
 
-from jax_fa import bindings
-from jax_fa.band import UNBOUNDED, Band
-from jax_fa.problem import Operands, Semantics
+from jax_fa.runtime import bindings
+from jax_fa.spec import schema
+from jax_fa.spec.band import UNBOUNDED, Band
+from jax_fa.spec.problem import Operands, Semantics
 
 NUM_CALLS = 300
 ENDS = (-(2**31), -(2**31) + 1, -UNBOUNDED, -1, 0, 1, UNBOUNDED, 2**31 - 1)
@@ -50,7 +51,7 @@ class Call:
         alignment = self.one_of(("top_left", "bottom_right"))
         band = Band(self.maybe(0.4), self.one_of((None, None, 0, 3, -2)), None, alignment)
         self.semantics = Semantics(0.25, band, self.one_of((None, None, 5.0)))
-        arrays = bindings._inputs(self.operands)
+        arrays = bindings._inputs("fwd", self.operands, None)
         self.inputs: Arrays = dict(zip(Operands._fields, arrays, strict=True))
         self.attributes = bindings._attributes(self.semantics)
         out = jax.ShapeDtypeStruct((batch, q_len, heads, value_dim), self.dtype)
@@ -65,6 +66,8 @@ class Call:
             self.inputs["out"] = saved.out.astype(self.dtype)
             self.inputs["lse"] = saved.lse.astype(np.float32)
             self.inputs["dout"], self.inputs["dlse"] = self.cotangents
+            order = [array.name for array in schema.OPERATIONS["bwd"].operands]
+            self.inputs = {name: self.inputs[name] for name in order}
             names = ("q", "k", "v", "sinks")
             self.results = {
                 f"d{name}": jax.ShapeDtypeStruct(self.inputs[name].shape, self.inputs[name].dtype)
@@ -102,6 +105,14 @@ class Call:
             extras["kv_segments"] = self.rng.choice(ids, (batch, kv_len))
         if self.maybe(0.3):
             extras["sinks"] = self.rng.standard_normal((sequences, heads)).astype(np.float32)
+        rng = self.rng.spawn(1)[0]
+        if not self.is_packed and rng.random() < 0.3:
+            shape = [int(rng.choice((1, x))) for x in (batch, heads, q_len)]
+            width = -(-kv_len // 32)
+            words = rng.integers(ENDS[0], ENDS[-1], (*shape, width))
+            extras["mask_words"] = words.astype(np.int32)
+            blocks = (*shape[:2], 2, -(-shape[2] // 16), -(-width // 16))
+            extras["mask_map"] = np.zeros(blocks, np.int32)
         return extras
 
     @property
@@ -270,11 +281,11 @@ def gradients_of_nothing(batch, q_len, kv_len, sinks=None):
     q, k = (np.zeros((batch, length, 1, 8), np.float32) for length in (q_len, kv_len))
     lse = np.full((batch, q_len, 1), 0.5, np.float32)
     operands = Operands(q, k, k, sinks=sinks)
-    inputs = bindings._inputs(operands)
+    saved = bindings.Saved(q, lse, q, np.ones_like(lse))
+    inputs = bindings._inputs("bwd", operands, saved)
     results = [jax.ShapeDtypeStruct(inputs[i].shape, np.float32) for i in (0, 1, 2, 10)]
     call = jax.ffi.ffi_call(bindings.BACKWARD_TARGET, results)
-    saved = bindings.Saved(q, lse, q, np.ones_like(lse))
-    return jax.block_until_ready(call(*inputs, *saved, **bindings._attributes(Semantics(1.0))))
+    return jax.block_until_ready(call(*inputs, **bindings._attributes(Semantics(1.0))))
 
 
 def test_sequences_without_rows_cost_no_time():
@@ -301,8 +312,9 @@ def test_rows_without_keys_have_the_gradient_of_their_sink():
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_missing_operand_is_counted_and_the_names_are_listed(backward):
     call = next(call for call in map(Call, range(99)) if call.backward == backward)
-    del call.inputs["kv_lengths"]
-    number = 15 if backward else 11
-    words = rf"takes {number} operands \(q, k, v, q_lengths, .*\), but got {number - 1}"
+    for name in ("q_lengths", "kv_lengths", "sinks"):  # two might be those that older programs lack
+        del call.inputs[name]
+    number = 17 if backward else 13
+    words = rf"takes {number} operands \(q, k, v, q_lengths, .*\), but got {number - 3}"
     with pytest.raises(Exception, match=words):
         call.run()

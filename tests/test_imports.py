@@ -30,18 +30,21 @@ class Layer:
 # Bottom up. A module imports from its own layer, the layers below it in its tower, and the towers
 # that BELOW names. `__init__` is what `import jax_fa` runs.
 TOWERS = {
-    "planning": (
-        Layer("band"),
+    "spec": (
+        Layer("spec"),
         Layer("mask_mods"),
-        Layer("problem"),
-        Layer("kernels.abi"),
-        Layer("config"),
-        Layer("variants"),
-        Layer("gpus"),
-        Layer("installation"),
-        Layer("choice"),
-        Layer("support"),
-        Layer("roofline"),
+        Layer("spec.band"),
+        Layer("spec.division"),
+        Layer("spec.schema"),
+        Layer("spec.problem"),
+        Layer("spec.key"),
+        Layer("spec.abi"),
+        Layer("spec.scratch"),
+        Layer("spec.schema_cpp"),
+        Layer("spec.arch"),
+        Layer("spec.config_*"),
+        Layer("spec.config"),
+        Layer("spec.variants"),
     ),
     "kernels": (
         Layer("kernels"),
@@ -50,23 +53,51 @@ TOWERS = {
         Layer("kernels.edges", lazy="cutlass"),
         Layer("kernels.sm*.plan"),
         Layer("kernels.sm*.plan_*"),
-        Layer("kernels.banks"),
         Layer("kernels.primitives", "cutlass cuda"),
+        Layer("kernels.loads", "cutlass cuda"),
         Layer("kernels.tiles", "cutlass cuda"),
-        Layer("kernels.softmax", "cutlass cuda"),
         Layer("kernels.segments", "cutlass cuda"),
-        Layer("kernels.whole", "cutlass cuda"),
+        Layer("kernels.dense_mask", "cutlass cuda"),
+        Layer("kernels.dense_mask_columns", "cutlass cuda"),
+        Layer("kernels.fragments", "cutlass cuda"),
+        Layer("kernels.softmax", "cutlass cuda"),
+        Layer("kernels.sm100.umma", "cutlass cuda"),
+        Layer("kernels.sm100.arithmetic", "cutlass cuda"),
+        Layer("kernels.sm*.bwd_instructions", "cutlass cuda"),
+        Layer("kernels.sm90.fragment_softmax", "cutlass cuda"),
+        Layer("kernels.sm100.row_softmax", "cutlass cuda"),
+        Layer("kernels.unmasked", "cutlass cuda"),
         Layer("kernels.forward_work", "cutlass cuda"),
         Layer("kernels.combine", "cutlass cuda"),
         Layer("kernels.backward_rows", "cutlass cuda"),
         Layer("kernels.backward_work", "cutlass cuda"),
-        Layer("kernels.host", "cutlass cuda"),
+        Layer("kernels.*_host", "cutlass cuda"),
+        Layer("kernels.sm*.shell", "cutlass cuda"),
         Layer("kernels.sm*.*_work", "cutlass cuda"),
         Layer("kernels.sm*.*_roles", "cutlass cuda"),
         Layer("kernels.sm*.*", "cutlass cuda"),
-        Layer("aot_*"),
-        Layer("aot", lazy="cutlass"),
-        Layer("inspect", lazy="matplotlib"),
+    ),
+    "aot": (
+        Layer("aot"),
+        Layer("aot.cubins"),
+        Layer("aot.kernel_table"),
+        Layer("aot.compare"),
+        Layer("aot.stand_ins", lazy="cutlass"),
+        Layer("aot.compiler", lazy="cutlass"),
+        Layer("aot.__main__"),
+    ),
+    "analysis": (
+        Layer("analysis"),
+        Layer("analysis.drawing", lazy="matplotlib"),
+        Layer("analysis.roofline"),
+        Layer("analysis.timeline"),
+        Layer("analysis.backward_ledger"),
+        Layer("analysis.banks"),
+        Layer("analysis.ptx_text"),
+        Layer("analysis.machine_code"),
+        Layer("analysis.audit"),
+        Layer("analysis.listing"),
+        Layer("analysis.__main__"),
     ),
     "emulator": (
         Layer("emulator.*", "numpy"),
@@ -74,32 +105,62 @@ TOWERS = {
         Layer("emulator.__main__", "numpy"),
     ),
     "runtime": (
-        Layer("sequences", "jax"),
-        Layer("reference", "jax"),
-        Layer("blockwise", "jax"),
-        Layer("bindings", "jax numpy"),
-        Layer("emulated", "jax numpy"),
-        Layer("sharding", "jax numpy"),
-        Layer("partitioning", "jax jaxlib numpy"),
-        Layer("operations", "jax numpy"),
-        Layer("vjp", "jax"),
-        Layer("checks", "jax numpy"),
-        Layer("arguments", "jax numpy"),
+        Layer("runtime"),
+        Layer("runtime.gpus"),
+        Layer("runtime.installation"),
+        Layer("runtime.dispatch"),
+        Layer("runtime.support"),
+        Layer("runtime.sequences", "jax"),
+        Layer("runtime.masks", "jax numpy"),
+        Layer("runtime.head_sizes", "jax"),
+        Layer("runtime.reference", "jax"),
+        Layer("runtime.parts", "jax"),
+        Layer("runtime.blockwise", "jax"),
+        Layer("runtime.bindings", "jax numpy"),
+        Layer("runtime.emulation_settings", "jax"),
+        Layer("runtime.emulation", "jax numpy"),
+        Layer("runtime.sharding", "jax numpy"),
+        Layer("runtime.partitioning", "jax numpy"),
+        Layer("runtime.primitives", "jax numpy"),
+        Layer("runtime.vjp", "jax"),
+        Layer("runtime.layouts", "jax"),
+        Layer("runtime.context", "jax numpy"),
+        Layer("runtime.checks", "jax numpy"),
+        Layer("runtime.mask_functions", "jax numpy"),
+        Layer("runtime.arguments", "jax numpy"),
+        Layer("runtime.strategies", "jax numpy"),
+        Layer("runtime.partitioner", "jax jaxlib numpy"),
+    ),
+    "interface": (
         Layer("api", "jax numpy"),
         Layer("drop_in", "jax"),
         Layer("parallel", "jax"),
         Layer("__init__"),
         Layer("__main__", "jax jaxlib"),
-        Layer("flax", "jax flax"),
-        Layer("demo_*", "jax numpy flax optax orbax"),
-        Layer("demo", "jax numpy flax tqdm", lazy="matplotlib"),
+        Layer("layer_masks", "jax numpy"),
+        Layer("flax", "jax numpy", lazy="flax"),
+        Layer("equinox", "jax equinox"),
+    ),
+    "demo": (
+        Layer("demo"),
+        Layer("demo.data", "jax numpy flax optax orbax"),
+        Layer("demo.model", "jax numpy flax optax orbax"),
+        Layer("demo.meshes", "jax numpy flax optax orbax"),
+        Layer("demo.training", "jax numpy flax optax orbax"),
+        Layer("demo.checkpoint", "jax numpy flax optax orbax"),
+        Layer("demo.program", "jax numpy flax tqdm"),
+        Layer("demo.__main__"),
     ),
 }
 BELOW = {
-    "planning": (),
-    "kernels": ("planning",),
-    "emulator": ("planning",),
-    "runtime": ("planning", "emulator"),
+    "spec": (),
+    "kernels": ("spec",),
+    "aot": ("spec",),
+    "analysis": ("spec", "kernels", "aot"),
+    "emulator": ("spec",),
+    "runtime": ("spec", "emulator"),
+    "interface": ("spec", "runtime"),
+    "demo": ("spec", "runtime", "interface", "analysis"),
 }
 
 
@@ -125,7 +186,7 @@ def place(module):
 def may_import(module, target):
     """Whether the module `module` of jax_fa may import its module `target`."""
     if target == EXTENSION:
-        return module in ("bindings", "emulator.native")
+        return module in ("runtime.bindings", "emulator.native")
     (tower, index), (target_tower, target_index) = place(module), place(target)
     return target_tower in BELOW[tower] or (target_tower == tower and target_index <= index)
 
@@ -157,15 +218,18 @@ def internal_module(name):
     return ".".join(parts) or "__init__"
 
 
+def package_of(module):
+    is_package = MODULES.get(module, PACKAGE).name == "__init__.py"
+    return ["jax_fa", *module.split(".")][: None if is_package else -1]
+
+
 def violations(module, source):
     if place(module) is None:
         return [f"jax_fa.{module} is in no layer: add it to TOWERS"]
     tower, index = place(module)
     layer = TOWERS[tower][index]
-    is_package = MODULES.get(module, PACKAGE).name == "__init__.py"
-    package = ["jax_fa", *module.split(".")][: None if is_package else -1]
     found = []
-    for name, lazy in imports(ast.parse(source), package):
+    for name, lazy in imports(ast.parse(source), package_of(module)):
         top = name.split(".")[0]
         if top == "jax_fa":
             if not may_import(module, internal_module(name)):
@@ -184,11 +248,19 @@ def test_module_imports_only_what_its_layer_may(module):
 @pytest.mark.parametrize(
     ("module", "source", "reported"),
     [
-        ("band", "import numpy", "jax_fa.band imports numpy"),
-        ("band", "from .problem import Problem", "jax_fa.band imports jax_fa.problem"),
+        ("spec.band", "import numpy", "jax_fa.spec.band imports numpy"),
+        (
+            "spec.band",
+            "from .problem import Problem",
+            "jax_fa.spec.band imports jax_fa.spec.problem",
+        ),
         ("kernels.edges", "import cutlass", "jax_fa.kernels.edges imports cutlass"),
         ("kernels.softmax", "import jax", "jax_fa.kernels.softmax imports jax"),
-        ("kernels.softmax", "from jax_fa import vjp", "jax_fa.kernels.softmax imports jax_fa.vjp"),
+        (
+            "kernels.softmax",
+            "from jax_fa.runtime import vjp",
+            "jax_fa.kernels.softmax imports jax_fa.runtime.vjp",
+        ),
         ("api", "def f():\n  import cutlass", "jax_fa.api imports cutlass"),
         ("api", "from jax_fa import _jax_fa", "jax_fa.api imports jax_fa._jax_fa"),
         (
@@ -196,7 +268,7 @@ def test_module_imports_only_what_its_layer_may(module):
             "from jax_fa import _jax_fa",
             "jax_fa.emulator.dot imports jax_fa._jax_fa",
         ),
-        ("vjp", "import jax_fa", "jax_fa.vjp imports jax_fa.__init__"),
+        ("runtime.vjp", "import jax_fa", "jax_fa.runtime.vjp imports jax_fa.__init__"),
         ("new", "", "jax_fa.new is in no layer: add it to TOWERS"),
     ],
 )
@@ -204,38 +276,114 @@ def test_violation_is_reported(module, source, reported):
     assert violations(module, source) == [reported]
 
 
+def import_graph(sources):
+    """The modules of jax_fa that each module imports, for type checkers or in functions too."""
+    return {
+        module: {
+            internal_module(name)
+            for name, _ in imports(ast.parse(source), package_of(module))
+            if name.split(".")[0] == "jax_fa"
+        }
+        - {module}
+        for module, source in sources.items()
+    }
+
+
+def reached(graph, module):
+    """The modules that `module` imports, directly or through others."""
+    found, new = set[str](), {module}
+    while new:
+        new = {target for m in new for target in graph.get(m, ())} - found
+        found |= new
+    return found
+
+
+def test_no_module_imports_itself_through_others():
+    graph = import_graph({module: path.read_text() for module, path in MODULES.items()})
+    assert [module for module in graph if module in reached(graph, module)] == []
+
+
+def test_import_circle_is_found_among_imports_for_type_checkers():
+    below = "if TYPE_CHECKING:\n  from jax_fa.emulator.wgmma import a_fragment"
+    graph = import_graph(
+        {
+            "emulator.wgmma": "from jax_fa.emulator import mma",
+            "emulator.mma": "from jax_fa.emulator.values import LANES",
+            "emulator.values": below,
+        }
+    )
+    assert reached(graph, "emulator.mma") == set(graph)
+
+
+@pytest.mark.parametrize("module", ["runtime.arguments", "runtime.dispatch", "runtime.bindings"])
+def test_argument_checks_and_choice_need_no_emulator(module):
+    graph = import_graph({module: path.read_text() for module, path in MODULES.items()})
+    behind = {m for m in reached(graph, module) if m.startswith("emulator")}
+    assert behind | (reached(graph, module) & {"runtime.emulation"}) == set()
+
+
 def test_lazy_import_is_allowed_where_declared():
     assert violations("kernels.edges", "def make():\n  from cutlass import pipeline") == []
 
 
+def closure(module):
+    """Modules of jax_fa that `module` imports, directly or not, and itself."""
+    found, pending = set(), {module}
+    while pending:
+        found |= pending
+        trees = (ast.parse(MODULES[name].read_text()) for name in pending)
+        names = {name for tree in trees for name, _ in imports(tree, []) if "jax_fa." in name}
+        pending = {internal_module(name) for name in names} - found
+    return found
+
+
+def test_what_a_newcomer_reads_for_the_hopper_forward_is_short():
+    read = closure("kernels.sm90.fwd")
+    assert {"kernels.sm90.fwd_roles", "spec.band"} <= read
+    assert sum(len(MODULES[name].read_text().splitlines()) for name in read) <= 4070
+
+
+@pytest.mark.parametrize(("family", "other"), [("sm90", "sm100"), ("sm100", "sm90")])
+def test_a_forward_imports_nothing_of_the_backward_or_of_another_family(family, other):
+    read = closure(f"kernels.{family}.fwd")
+    assert not [name for name in read if re.search(rf"backward|bwd|{other}(?!\d)", name)]
+
+
 def test_only_bindings_uses_jax_ffi():
     users = {m for m, path in MODULES.items() if re.search(r"\bjax\.ffi\b", path.read_text())}
-    assert users == {"bindings"}
+    assert users == {"runtime.bindings"}
 
 
-# C++, the same for `#include "..."`: kernels.h -> a platform's kernels -> handlers -> module.
+# C++, the same for `#include "..."`: schema.h -> a platform's kernels -> handlers -> module.
 INCLUDES = {
     "band.h": (),
-    "kernels.h": (),
-    "checks.*": ("checks.h", "kernels.h"),
+    "schema.h": (),
+    "testing.h": (),
+    "driver_test.cc": ("driver.h", "testing.h"),
+    "emulator_block_test.cc": ("emulator_block.h", "testing.h"),
+    "kernel_table_test.cc": ("kernel_table.h", "testing.h"),
+    "loop_test.cc": ("loop.h", "testing.h"),
+    "checks.*": ("checks.h", "schema.h"),
     "loop*": ("loop.h",),
     "ffi_call.*": ("ffi_call.h",),
-    "fuzz.h": ("kernels.h",),
+    "fuzz.h": ("schema.h",),
     "attention_cpu_fuzz.cc": ("attention_cpu.h", "checks.h", "fuzz.h"),
-    "handlers_fuzz.cc": ("ffi_call.h", "fuzz.h", "handlers_cpu.h", "handlers_cuda.h"),
-    "handlers_test.cc": ("ffi_call.h", "handlers_cpu.h", "handlers_cuda.h"),
-    "arguments.*": ("arguments.h", "checks.h", "kernels.h"),
-    "attention_cpu*": ("attention_cpu*.h", "band.h", "kernels.h"),
+    "handlers_fuzz.cc": ("ffi_call.h", "fuzz.h", "handlers_cpu.h", "handlers_cuda.h", "schema.h"),
+    "handlers_test.cc": (
+        *("ffi_call.h", "handlers_cpu.h", "handlers_cuda.h", "schema.h", "testing.h"),
+    ),
+    "arguments.*": ("arguments.h", "checks.h", "schema.h"),
+    "attention_cpu*": ("attention_cpu*.h", "band.h", "schema.h"),
     "driver*": ("driver.h",),
     "emulator_block*": ("emulator_block.h",),
     "emulator_dot*": ("emulator_dot.h",),
     "emulator_bindings.*": ("emulator_*.h",),
-    "kernel_table*": ("driver.h", "kernel_table.h", "kernels.h"),
-    "handlers_cpu.*": ("arguments.h", "attention_cpu.h", "handlers_cpu.h", "kernels.h", "loop.h"),
+    "kernel_table*": ("driver.h", "kernel_table.h", "schema.h"),
+    "handlers_cpu.*": ("arguments.h", "attention_cpu.h", "handlers_cpu.h", "schema.h", "loop.h"),
     "handlers_cuda.*": (
-        *("arguments.h", "checks.h", "driver.h", "handlers_cuda.h", "kernel_table.h"),
+        *("arguments.h", "checks.h", "driver.h", "handlers_cuda.h", "kernel_table.h", "schema.h"),
     ),
-    "record.*": ("checks.h", "driver.h", "kernel_table.h", "kernels.h", "record.h"),
+    "record.*": ("checks.h", "driver.h", "kernel_table.h", "schema.h", "record.h"),
     "module.cc": ("*",),
 }
 CXX_FILES = {p.name: p for p in sorted((ROOT / "ffi").iterdir()) if p.suffix in (".cc", ".h")}

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import jax_fa
-from jax_fa import aot_audit, aot_cubin, aot_ptx, aot_sass, config, inspect
-from jax_fa.aot_sass import Code, Instruction
-from jax_fa.kernels import banks
-from jax_fa.variants import BY_NAME, VARIANTS
+from jax_fa.analysis import audit, banks, listing, machine_code, ptx_text
+from jax_fa.analysis.machine_code import Code, Instruction
+from jax_fa.aot import cubins
+from jax_fa.spec.config_sm100 import blackwell_forward
+from jax_fa.spec.variants import BY_NAME, VARIANTS
 
 # ---------------------------------------------------------------------------------- machine code
 
@@ -44,7 +45,7 @@ LISTING = """
 
 
 def test_listing_is_read_kernel_by_kernel():
-    one, two = aot_sass.parse(LISTING)
+    one, two = machine_code.parse(LISTING)
     assert (one.name, len(one.instructions)) == ("one", 13)
     assert one.labels[".L_x_3"] == 9
     assert one.instructions[2] == Instruction("BRA", "`(.L_x_3)", "!P0")
@@ -52,21 +53,23 @@ def test_listing_is_read_kernel_by_kernel():
 
 
 def test_a_wait_that_spins_out_of_line_makes_no_loop_around_the_kernel():
-    outer, spin = sorted(aot_sass.loops(aot_sass.parse(LISTING)[0]), key=lambda x: -len(x.body))
+    outer, spin = sorted(
+        machine_code.loops(machine_code.parse(LISTING)[0]), key=lambda x: -len(x.body)
+    )
     assert spin.body == {9, 10}
     assert outer.body == set(range(1, 8)) | {9, 10, 11}
 
 
 def test_what_an_iteration_always_executes_leaves_out_waiting_and_branches():
-    outer = max(aot_sass.loops(aot_sass.parse(LISTING)[0]), key=lambda x: len(x.body))
+    outer = max(machine_code.loops(machine_code.parse(LISTING)[0]), key=lambda x: len(x.body))
     assert outer.every_time == (1, 2, 3, 4, 6, 7)
 
 
 def test_instructions_from_one_product_to_the_next_count_those_of_the_innermost_loop():
-    code = aot_sass.parse(LISTING)[0]
+    code = machine_code.parse(LISTING)[0]
     # 7 of the loop, and the jump back of its wait; the wait itself is another loop.
-    assert aot_sass.instructions_per(code, "exp2") == (8.0,)
-    assert aot_sass.instructions_per(code, "tcgen05.mma") == ()
+    assert machine_code.instructions_per(code, "exp2") == (8.0,)
+    assert machine_code.instructions_per(code, "tcgen05.mma") == ()
 
 
 def test_a_jump_by_a_register_leads_to_all_its_targets():
@@ -74,7 +77,7 @@ def test_a_jump_by_a_register_leads_to_all_its_targets():
     table = 'R2 -0x10 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)'
     opcodes = [("BRX", table), ("EXIT", ""), ("NOP", ""), ("BRA", "`(.L_x_1)")]
     code = Code("k", tuple(Instruction(*each) for each in opcodes), {".L_x_0": 1, ".L_x_1": 2})
-    assert [sorted(loop.body) for loop in aot_sass.loops(code)] == [[2, 3]]
+    assert [sorted(loop.body) for loop in machine_code.loops(code)] == [[2, 3]]
 
 
 def loops_by_definition(edges, size):
@@ -120,7 +123,7 @@ def test_loops_of_random_programs_are_those_of_the_definition(seed):
         opcode = "NOP" if kind == "plain" else "BRA"
         instructions.append(Instruction(opcode, operands, predicate))
     labels = {f".L_x_{at}": at for at in range(size)}
-    found = aot_sass.loops(Code("random", tuple(instructions), labels))
+    found = machine_code.loops(Code("random", tuple(instructions), labels))
     assert {loop.body for loop in found} == loops_by_definition(edges, size)
 
 
@@ -147,7 +150,7 @@ def test_loops_of_random_programs_are_those_of_the_definition(seed):
     ],
 )
 def test_an_instruction_has_one_meaning(opcode, meaning):
-    counts = aot_sass.count([Instruction(opcode)])
+    counts = machine_code.count([Instruction(opcode)])
     assert {name for name, number in counts.items() if number} == {meaning, "all"}
 
 
@@ -185,7 +188,7 @@ def test_without_the_swizzle_eight_rows_meet_in_the_same_banks():
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_no_access_of_any_kernel_has_conflicts_and_the_swizzle_is_why(variant):
-    found = banks.accesses(variant.key, aot_audit.choose_config(variant))
+    found = banks.accesses(variant.key, audit.choose_config(variant))
     assert found and banks.conflicts(found) == []
     assert any(access.passes(swizzle=False) > access.fewest for access in found)
 
@@ -213,14 +216,14 @@ def softmax_code(*others, polynomials=6):
 @pytest.fixture
 def kernel(monkeypatch):
     """One kernel of good manners, in place of what an object holds."""
-    good = aot_cubin.Kernel("kernel", 128, 0, 1024, 4096, (8,))
-    monkeypatch.setattr(aot_cubin, "kernels", lambda path: (good,))
+    good = cubins.Kernel("kernel", 128, 0, 1024, 4096, (8,))
+    monkeypatch.setattr(cubins, "kernels", lambda path: (good,))
     return good
 
 
 def audited(code, shared=(1024,), variant=FORWARD):
-    report = aot_audit.resources(variant, None, shared)
-    aot_audit.audit_code(report, variant, [code])
+    report = audit.resources(variant, None, shared)
+    audit.audit_code(report, variant, [code])
     return report
 
 
@@ -268,27 +271,27 @@ def test_a_bad_kernel_is_told_what_is_wrong(kernel, code, complaint):
 
 
 def test_spills_and_too_much_shared_memory_are_problems(kernel, monkeypatch):
-    monkeypatch.setattr(aot_cubin, "kernels", lambda path: (replace(kernel, stack_bytes=8),))
-    problems = aot_audit.resources(FORWARD, None, [232449]).problems
+    monkeypatch.setattr(cubins, "kernels", lambda path: (replace(kernel, stack_bytes=8),))
+    problems = audit.resources(FORWARD, None, [232449]).problems
     assert problems == ["spills: 8 bytes of stack", "shared memory of 232449 bytes is too much"]
 
 
 def test_a_plan_that_does_not_fit_is_a_problem(kernel, monkeypatch):
-    crowded = replace(config.blackwell_forward(FORWARD.key), softmax_registers=240)
-    monkeypatch.setattr(aot_audit, "choose_config", lambda variant: crowded)
-    assert "registers" in aot_audit.resources(FORWARD, None, ()).problems[0]
+    crowded = replace(blackwell_forward(FORWARD.key), softmax_registers=240)
+    monkeypatch.setattr(audit, "choose_config", lambda variant: crowded)
+    assert "registers" in audit.resources(FORWARD, None, ()).problems[0]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_every_variant_has_a_model_a_plan_and_an_expectation(variant):
-    for gpu in inspect._gpus_for(variant, []):
-        model = aot_audit.model(variant, gpu, aot_audit.Lengths())
+    for gpu in listing._gpus_for(variant, []):
+        model = audit.model(variant, gpu, audit.Lengths())
         assert 0 < model.efficiency <= 1 and model.tflops > 0
-    assert aot_audit.plan_of(variant).roles
-    assert aot_audit.expectation(variant).needed
+    assert audit.plan_of(variant).roles
+    assert audit.expectation(variant).needed
 
 
-@pytest.mark.parametrize("heads, mask", aot_audit.FLASH_ATTENTION_4, ids=str)
+@pytest.mark.parametrize("heads, mask", audit.FLASH_ATTENTION_4, ids=str)
 def test_the_bound_of_a_tile_is_no_higher_than_flash_attention_4s(heads, mask):
     (variant,) = (
         v
@@ -296,9 +299,9 @@ def test_the_bound_of_a_tile_is_no_higher_than_flash_attention_4s(heads, mask):
         if v.name.startswith("fwd_sm100_bf16")
         and ((v.key.head_dim, v.key.value_dim), v.key.mask) == (heads, mask)
     )
-    (gpu,) = inspect._gpus_for(variant, [])
-    ours = aot_audit.model(variant, gpu, aot_audit.Lengths()).cycles
-    _, special, issue = inspect.flash_attention_4(variant)
+    (gpu,) = listing._gpus_for(variant, [])
+    ours = audit.model(variant, gpu, audit.Lengths()).cycles
+    _, special, issue = listing.flash_attention_4(variant)
     theirs = max(ours["mma"], float(special), float(issue))
     assert max(ours["mma"], ours["exp2"], ours["issue"]) <= theirs
     if heads == (64, 64) and mask == "full":
@@ -376,37 +379,37 @@ def line_of(text, part):
     ],
 )
 def test_a_missing_wait_or_fence_is_told_with_its_line(removed, at, complaint):
-    assert aot_ptx.complaints(HAND_OVER) == ()
+    assert ptx_text.complaints(HAND_OVER) == ()
     told = f"PTX line {line_of(HAND_OVER, at)}: {complaint}"
-    assert any(each.startswith(told) for each in aot_ptx.complaints(without(HAND_OVER, removed)))
+    assert any(each.startswith(told) for each in ptx_text.complaints(without(HAND_OVER, removed)))
 
 
 def test_a_barrier_between_threads_that_share_columns_needs_both_fences():
     shared = HAND_OVER.replace("\ttcgen05.st.", "\tbar.sync 	1, 256;\n\ttcgen05.st.")
-    told = " ".join(aot_ptx.complaints(shared))
+    told = " ".join(ptx_text.complaints(shared))
     assert "sync without tcgen05.fence::before" in told
     assert "st without tcgen05.fence::after" in told
     fences = [f"\ttcgen05.fence::{where}_thread_sync;\n" for where in ("before", "after")]
     fenced = "\tbar.sync 	1, 256;\n".join(fences)
-    assert aot_ptx.complaints(shared.replace("\tbar.sync 	1, 256;\n", fenced)) == ()
+    assert ptx_text.complaints(shared.replace("\tbar.sync 	1, 256;\n", fenced)) == ()
 
 
 def test_a_wait_on_one_of_two_paths_is_not_enough():
     skipped = HAND_OVER.replace("\ttcgen05.wait::st", "\t@%p3 bra $skip;\n\ttcgen05.wait::st")
     skipped = skipped.replace("\ttcgen05.fence::before", "$skip:\n\ttcgen05.fence::before")
-    assert any("tcgen05.wait::st" in each for each in aot_ptx.complaints(skipped))
+    assert any("tcgen05.wait::st" in each for each in ptx_text.complaints(skipped))
 
 
 def test_texts_that_differ_in_target_and_names_are_read_once(monkeypatch):
-    aot_ptx.complaints(HAND_OVER)
-    monkeypatch.delattr(aot_ptx, "_events")
+    ptx_text.complaints(HAND_OVER)
+    monkeypatch.delattr(ptx_text, "_events")
     other = HAND_OVER.replace("sm_100f", "sm_110f").replace("entry kernel", "entry kernel_110")
-    assert aot_ptx.complaints(other) == ()
+    assert ptx_text.complaints(other) == ()
 
 
 def test_ptx_that_is_laid_out_otherwise_is_not_passed_over():
     with pytest.raises(ValueError, match="does not begin its line"):
-        aot_ptx.complaints(HAND_OVER.replace("aligned;\n\ttcgen05.st", "aligned; tcgen05.st"))
+        ptx_text.complaints(HAND_OVER.replace("aligned;\n\ttcgen05.st", "aligned; tcgen05.st"))
 
 
 def compiled_ptx():
@@ -415,7 +418,7 @@ def compiled_ptx():
     return {
         variant: lzma.decompress(path.read_bytes()).decode()
         for variant in VARIANTS
-        if aot_audit.expectation(variant).mma == "tcgen05.mma"
+        if audit.expectation(variant).mma == "tcgen05.mma"
         and (path := folder / f"{variant.name}.ptx.xz").exists()
     }
 
@@ -440,15 +443,15 @@ def test_every_compiled_kernel_has_its_waits_and_fences_and_misses_one():
     kernels = compiled_ptx()
     if not kernels:
         pytest.skip("this build holds no PTX with tensor memory")
-    assert {v.name: aot_ptx.complaints(text) for v, text in kernels.items()} == {
+    assert {v.name: ptx_text.complaints(text) for v, text in kernels.items()} == {
         v.name: () for v in kernels
     }
     for variant, text in kernels.items():
         if variant.arch != "sm100" or variant.key.mask != "full" or variant.key.has_soft_cap:
             continue
-        assert aot_ptx.complaints(without(text, "tcgen05.fence")), variant.name
+        assert ptx_text.complaints(without(text, "tcgen05.fence")), variant.name
         for name, faulty in single_removals(text):
-            assert any(name in told for told in aot_ptx.complaints(faulty)), (variant.name, name)
+            assert any(name in told for told in ptx_text.complaints(faulty)), (variant.name, name)
 
 
 # ------------------------------------------------------------------------------ the command line
@@ -457,7 +460,7 @@ def test_every_compiled_kernel_has_its_waits_and_fences_and_misses_one():
 def test_without_a_folder_the_model_is_printed_as_a_model(capsys, tmp_path):
     path = tmp_path / "out.json"
     arguments = ["--variants", "fwd_sm*_bf16_d128_full", "--banks", "--json", str(path)]
-    assert inspect.main(arguments) == 0
+    assert listing.main(arguments) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Model, computed from published rates")
     assert "fwd_sm100_bf16_d128_full  B200" in printed
@@ -470,51 +473,70 @@ def test_without_a_folder_the_model_is_printed_as_a_model(capsys, tmp_path):
 
 def test_gpus_can_be_chosen_and_the_problem_too(capsys):
     arguments = ["--variants", "fwd_sm90_bf16_d128_causal", "--gpu", "H100", "H200"]
-    assert inspect.main([*arguments, "--q-len", "1", "--kv-len", "4096"]) == 0
+    assert listing.main([*arguments, "--q-len", "1", "--kv-len", "4096"]) == 0
     printed = capsys.readouterr().out
     assert "1 queries in\n16 heads, 4096 keys" in printed
     assert "H100" in printed and "H200" in printed
 
 
+@pytest.mark.parametrize(("gpu", "modelled"), [("B300", "B300"), ("Thor", "B200")])
+def test_a_variant_is_modelled_for_gpus_of_other_families_that_run_it(gpu, modelled, capsys):
+    assert listing.main(["--variants", "bwd_sm100_bf16_d128_full", "--gpu", gpu]) == 0
+    assert f"bwd_sm100_bf16_d128_full  {modelled}" in capsys.readouterr().out
+
+
 def test_roofline_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "roofline.png"
-    assert inspect.main(["--variants", "*_d64_full", "--plot", str(path)]) == 0
+    assert listing.main(["--variants", "*_d64_full", "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_variants_at_one_roof_are_named_in_few_words():
+    every = [v for v in VARIANTS if v.arch == "sm100" and v.key.dtype == "bfloat16"]
+    assert listing._summary(every, every) == "fwd; fwd cap; bwd; bwd cap"
+    group = [
+        v
+        for v in every
+        if v.operation == "fwd"
+        and not v.key.has_soft_cap
+        and (v.key.head_dim in (128, 192) or (v.key.head_dim == 64 and v.key.mask == "causal"))
+    ]
+    assert listing._summary(group, every) == "fwd 64 causal, 128, 192/128"
 
 
 def test_reports_are_printed_and_a_problem_is_the_exit_status(
     kernel, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / f"{FORWARD.name}.o").touch()
-    monkeypatch.setattr(aot_sass, "find_nvdisasm", lambda: tmp_path)
-    monkeypatch.setattr(aot_sass, "disassemble", lambda path, nvdisasm: (softmax_code(),))
+    monkeypatch.setattr(machine_code, "find_nvdisasm", lambda: tmp_path)
+    monkeypatch.setattr(machine_code, "disassemble", lambda path, nvdisasm: (softmax_code(),))
     path = tmp_path / "out.json"
     ptx = tmp_path / f"{FORWARD.name}.ptx.xz"
-    assert inspect.main([str(tmp_path)]) == 1
+    assert listing.main([str(tmp_path)]) == 1
     assert f"no {ptx.name} to check" in capsys.readouterr().out
     ptx.write_bytes(lzma.compress(without(HAND_OVER, "wait::st").encode()))
-    assert inspect.main([str(tmp_path), "--no-sass"]) == 1
+    assert listing.main([str(tmp_path), "--no-sass"]) == 1
     line = line_of(HAND_OVER, "fence::before")
     assert f"{FORWARD.name}: PTX line {line}: before without" in capsys.readouterr().out
     ptx.write_bytes(lzma.compress(HAND_OVER.encode()))
-    assert inspect.main([str(tmp_path), "--json", str(path)]) == 0
+    assert listing.main([str(tmp_path), "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     assert f"{FORWARD.name}: tcgen05.mma, TMA both ways" in printed
     assert "tensor memory handed over in order: ok" in printed
     assert "18.8%" in printed
     (found,) = json.loads(path.read_text())["variants"]
     assert found["verdict"].endswith(": ok") and found["counts"]["tcgen05.mma"] == 1
-    monkeypatch.setattr(aot_sass, "disassemble", lambda path, nvdisasm: (softmax_code("LDL"),))
-    assert inspect.main([str(tmp_path)]) == 1
+    monkeypatch.setattr(machine_code, "disassemble", lambda path, nvdisasm: (softmax_code("LDL"),))
+    assert listing.main([str(tmp_path)]) == 1
     assert "1 instructions use local memory" in capsys.readouterr().out
 
 
 def test_an_empty_folder_and_a_missing_disassembler_are_told(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
-        inspect.main([str(tmp_path), "--no-sass"])
+        listing.main([str(tmp_path), "--no-sass"])
     assert "python -m jax_fa.aot writes objects" in capsys.readouterr().err
-    monkeypatch.setattr(aot_sass, "find_nvdisasm", lambda: None)
+    monkeypatch.setattr(machine_code, "find_nvdisasm", lambda: None)
     with pytest.raises(SystemExit):
-        inspect.main([str(tmp_path)])
+        listing.main([str(tmp_path)])
     assert "pip install nvidia-cuda-nvdisasm" in capsys.readouterr().err

@@ -27,6 +27,7 @@ FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "forward": (jax_fa.forward, DENSE),
     "backward": (jax_fa.backward, {**DENSE, "out": Q, "lse": LSE, "dout": Q, "dlse": LSE}),
     "explain": (jax_fa.explain, DENSE),
+    "explain, packed": (jax_fa.explain, PACKED),
 }
 
 
@@ -106,18 +107,9 @@ BAD: dict[str, list[Any]] = {
     "implementation": NO_NAME,
     "causal_alignment": [*NO_NAME, "Top_left", None],
     "mask_mod": [
-        *(
-            *NO_NAME,
-            "a:b:c",
-            ":f",
-            "m:",
-            ":",
-            "no_such_module:f",
-            "os:nothing",
-            "os:sep",
-            "os:getcwd",
-        ),
-        *("chunked_0", "chunked_-1", "chunked_", "prefix_lm_x", "chunked_1.5", ".m:f", "chunked"),
+        *("chunked_8", 3, True, np.ones((4, 4), bool), jnp.ones(4), Traced(np.int32(1)), []),
+        *(lambda: True, lambda i, j: i < j, lambda b, h, i, j: None, lambda b, h, i, j: i - j),
+        *(lambda b, h, i, j: jnp.ones((7, 1), bool), lambda b, h, i, j: bool(i < j)),
     ],
     "cu_seqlens_q": [
         *(None, *NO_INTEGERS, 0, [], [0, 3, 2], [-1, 2, 5], [0, 2, 6], [0, 5], CU.astype(np.int16)),
@@ -138,18 +130,22 @@ BAD: dict[str, list[Any]] = {
 }
 """What no function takes, by argument."""
 
+PACKING = {
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
+}
 ONLY = {
     "attention": {"return_residual"},
-    "attention_varlen": {
-        *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
-    },
+    "attention_varlen": PACKING,
     "backward": {"out", "lse", "dout", "dlse"},
     "explain": {"platform"},
+    "explain, packed": {"platform", *PACKING},
 }
 """Arguments of one function; Python itself refuses those of `attention` that nobody knows."""
+DENSE_ONLY = {"bias", "mask", "query_seq_lengths", "key_value_seq_lengths"}
 NOT = {
     "attention": {"causal", "dropout_rate"},
-    "attention_varlen": {"bias", "mask", "query_seq_lengths", "key_value_seq_lengths"},
+    "attention_varlen": DENSE_ONLY,
+    "explain, packed": DENSE_ONLY,
 }
 FOR_ONE = set().union(*ONLY.values())
 

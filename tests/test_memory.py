@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness import in_new_process
+from helpers.harness import in_new_process
 
 LIMIT_MB = 64
 

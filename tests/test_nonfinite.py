@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import Results, assert_close, tolerance
+from helpers.oracle import Results, assert_close, tolerance
 
 import jax_fa
-from jax_fa import vjp
-from jax_fa.band import Band
-from jax_fa.problem import Operands, Semantics
+from jax_fa import mask_mods
+from jax_fa.runtime import vjp
+from jax_fa.spec.band import Band
+from jax_fa.spec.problem import Operands, Semantics
 
 IMPLEMENTATIONS = ("cpu", "xla")
 LENGTH, HIDDEN = 6, 4
@@ -28,7 +29,7 @@ UNFUSED = {
         "mask": jnp.tril(jnp.ones((LENGTH, LENGTH), bool)),
         "bias": jnp.arange(36.0).reshape(6, 6) / 9,
     },
-    "mask_mod": {"mask_mod": "chunked_8"},
+    "mask_mod": {"mask_mod": mask_mods.chunked(8)},
 }
 
 

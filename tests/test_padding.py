@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BY_NAME
-from harness import data, run
-from oracle import Results, side
+from helpers.cases import BY_NAME
+from helpers.harness import data, run
+from helpers.oracle import Results, side
 
 import jax_fa
 

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import Case, make
-from harness import on_device
+from helpers.cases import Case, make
+from helpers.harness import on_device
+from helpers.oracle import Results, assert_close, tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import Results, assert_close, tolerance
 
 import jax_fa
-from jax_fa import operations, vjp
+from jax_fa.runtime import primitives, vjp
 
 SHAPES = (
     (1, 1, 1, 1, 8),
@@ -40,7 +40,7 @@ BANDS: tuple[dict[str, Any], ...] = (
 
 @cache
 def forward(semantics):
-    return jax.jit(lambda operands: operations.forward(operands, semantics))
+    return jax.jit(lambda operands: primitives.forward(operands, semantics))
 
 
 @cache

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BY_NAME, CASES, Case
-from harness import data, on_device, wanted
-from oracle import Results, assert_close, attend, tolerance
+from helpers.cases import BY_NAME, CASES, Case
+from helpers.harness import data, on_device, wanted
+from helpers.oracle import Results, assert_close, attend, tolerance
 
-from jax_fa import reference
+from jax_fa.runtime import reference
 
 
 def reference_results(operands, semantics, cotangents):

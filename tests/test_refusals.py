@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import in_new_process
+from helpers.harness import in_new_process
 
 import jax_fa
-from jax_fa import bindings, installation, operations
+from jax_fa.runtime import bindings, installation, primitives
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -128,8 +128,8 @@ OPTIONS = [
     (
         {"mask": zeros(2, 4, 6, 5)},
         ValueError,
-        "attention: mask should be bool (True takes part), but got float32. Give an additive mask "
-        "as bias.",
+        "attention: mask should be bool (True: the query sees the key), but got float32. Pass an "
+        "additive mask as bias.",
     ),
     (
         {"mask": zeros(2, 3, 6, 5, dtype=bool)},
@@ -240,10 +240,10 @@ OPTIONS = [
     ),
     ({"implementation": "flash"}, ValueError, UNKNOWN_IMPLEMENTATION),
     (
-        {"implementation": "cpu", "mask": zeros(2, 4, 6, 5, dtype=bool)},
+        {"implementation": "cpu", "bias": zeros(2, 4, 6, 5)},
         NotImplementedError,
-        "attention: implementation='cpu' does not serve this call: a dense mask or bias is a T x S "
-        "array already, and runs unfused. Use implementation=None or 'xla'.",
+        "attention: implementation='cpu' does not serve this call: a dense bias is a T x S array "
+        "already, and runs unfused. Use implementation=None or 'xla'.",
     ),
     (
         {"implementation": "cuda"},
@@ -297,11 +297,11 @@ def test_unknown_keyword_is_refused_with_the_known_ones(name):
 
 
 @pytest.mark.parametrize("name", ["bias", "mask", "query_seq_lengths", "key_value_seq_lengths"])
-def test_dense_keywords_do_not_apply_to_packed_sequences(name):
+@pytest.mark.parametrize("function", [jax_fa.attention_varlen, jax_fa.explain])
+def test_dense_keywords_do_not_apply_to_packed_sequences(function, name):
     cu = jnp.array([0, 5], jnp.int32)
-    kind, words = error_of(
-        lambda: jax_fa.attention_varlen(K[0], K[0], V[0], cu, cu, **{name: zeros(1)})
-    )
+    packing = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    kind, words = error_of(lambda: function(K[0], K[0], V[0], **packing, **{name: zeros(1)}))
     assert kind is TypeError
     assert words == (
         f"attention: {name} does not apply to this function; use seqused_q, seqused_k and segment "
@@ -335,13 +335,13 @@ def test_dense_keywords_do_not_apply_to_packed_sequences(name):
         ),
         (
             {"cu_seqlens_q": np.array([3, 2])},
-            "attention_varlen: cu_seqlens_q should ascend from 0 or more to 5 (the tokens there "
-            "are) or less, but is [3, 2].",
+            "attention_varlen: cu_seqlens_q should ascend from at least 0 to at most 5, the "
+            "number of tokens, but is [3, 2].",
         ),
         (
             {"cu_seqlens_k": jnp.array([0, 6])},
-            "attention_varlen: cu_seqlens_k should ascend from 0 or more to 5 (the tokens there "
-            "are) or less, but is [0, 6].",
+            "attention_varlen: cu_seqlens_k should ascend from at least 0 to at most 5, the "
+            "number of tokens, but is [0, 6].",
         ),
         (
             {"cu_seqlens_q": [0, 2**32 + 5]},
@@ -354,8 +354,8 @@ def test_dense_keywords_do_not_apply_to_packed_sequences(name):
         ),
         (
             {"max_seqlen_k": 4},
-            "attention_varlen: max_seqlen_k=4 is no upper bound: by cu_seqlens_k a sequence has 5 "
-            "tokens. Leave it out, it is not needed.",
+            "attention_varlen: max_seqlen_k=4 is not an upper bound: cu_seqlens_k has a "
+            "sequence of 5 tokens. Leave it out; it is not needed.",
         ),
     ],
 )
@@ -442,12 +442,12 @@ def test_lengths_are_not_cut_to_32_bits():
             jax_fa.attention(Q, K, V, **{name: np.array([2, 3])})
 
 
-def test_operations_alone_take_no_mask():
-    kind, words = error_of(lambda: jax_fa.forward(Q, K, V, mask=zeros(2, 4, 6, 5, dtype=bool)))
+def test_operations_alone_take_no_bias():
+    kind, words = error_of(lambda: jax_fa.forward(Q, K, V, bias=zeros(2, 4, 6, 5)))
     assert kind is NotImplementedError
     assert words == (
-        "attention: forward is the kernel operation alone, and a dense mask or bias is a T x S "
-        "array already, and runs unfused. Use jax_fa.attention."
+        "attention: forward is the kernel operation alone, and a dense bias is a T x S array "
+        "already, and runs unfused. Use jax_fa.attention."
     )
 
 
@@ -574,7 +574,7 @@ def test_reference_that_was_asked_for_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lowered_for_cuda(implementation="xla")
-    assert not operations._warned
+    assert not primitives._warned
 
 
 def test_explain_tells_what_would_run():
@@ -585,7 +585,7 @@ def test_explain_tells_what_would_run():
     assert on_gpu.platform == "cuda"
     mask = cast(Any, jax.ShapeDtypeStruct((1, 1, 128, 128), bool))
     masked = jax_fa.explain(shape, shape, shape, platform="cpu", mask=mask)
-    assert masked.choice.implementation == "xla" and "dense mask" in str(masked)
+    assert masked.choice.implementation == "cpu" and "MiB of bits" in str(masked)
     assert jax_fa.explain(shape, shape, shape, None, mask, platform="cpu") == masked
     elsewhere = jax_fa.explain(Q, K, V, platform="tpu").choice
     assert (elsewhere.implementation, elsewhere.is_fallback) == ("xla", True)
@@ -628,9 +628,60 @@ def test_explain_takes_a_shape_for_every_array():
         sinks=shape((4,), jnp.float32),
         scale=0.5,
     )
-    assert "dense mask" in str(explained)
+    assert "dense bias" in str(explained)
     traced = jax_fa.explain(Q, K, V, scale=shape((), jnp.float32))
     assert "a traced scale runs unfused" in str(traced)
+
+
+CU_Q, CU_K = np.array([0, 2, 6], np.int32), np.array([0, 4, 5], np.int32)
+PACKED = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "seqused_k": [3, 1]}])
+def test_explain_tells_what_a_packed_call_runs_and_what_is_packed(options):
+    explained = jax_fa.explain(Q[0], K[0], V[0], platform="cpu", **PACKED, **options)
+    assert str(explained) == (
+        "cpu: cpu (fwd_cpu): compiled kernels serve this problem on cpu. Packed: 2 sequences in 6 "
+        "rows of query, and in 5 of key and value"
+    )
+    problem = explained.problem
+    assert (problem.is_packed, problem.num_sequences, problem.has_lengths) == (
+        *(True, 2),
+        "seqused_k" in options,
+    )
+    text = jax.jit(lambda: jax_fa.attention_varlen(Q[0], K[0], V[0], **PACKED, **options)).lower()
+    assert "jax_fa_fwd_v1" in text.as_text()
+
+
+def test_explain_of_a_packed_call_takes_a_shape_for_every_array():
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    packing = {name: shape(x) for name, x in PACKED.items()}
+    used = jax.ShapeDtypeStruct((2,), jnp.int32)
+    explained = jax_fa.explain(
+        *(shape(x[0]) for x in (Q, K, V)), **packing, seqused_q=used, seqused_k=used, max_seqlen_q=4
+    )
+    assert explained.choice.kernel == "fwd_cpu" and explained.problem.is_packed
+
+
+@pytest.mark.usefixtures("no_gpu_kernels")
+def test_a_packed_call_without_gpu_kernels_prints_the_command_that_explain_prints():
+    attend = jax.jit(lambda q: jax_fa.attention_varlen(q, K[0], V[0], **PACKED))
+    with pytest.warns(jax_fa.FallbackWarning) as record:
+        attend.trace(Q[0]).lower(lowering_platforms=("cuda",))
+    explained = str(jax_fa.explain(Q[0], K[0], V[0], platform="cuda", **PACKED))
+    for text in (str(record[0].message), explained):
+        assert f"`{installation.command(['all'])}`" in text
+    assert ". Packed: 2 sequences" in explained and ".." not in explained
+
+
+@pytest.mark.parametrize("missing", PACKED)
+def test_explain_of_a_packed_call_needs_the_borders_of_both(missing):
+    given = {name: x for name, x in PACKED.items() if name != missing}
+    kind, words = error_of(lambda: jax_fa.explain(Q[0], K[0], V[0], **given))
+    assert kind is ValueError
+    assert words.startswith(f"attention: {missing} should be ") and words.endswith("is None.")
 
 
 def test_bias_and_mask_have_the_same_positions_everywhere():

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jax_fa import roofline
-from jax_fa.band import Band
-from jax_fa.problem import Problem, Semantics
-from jax_fa.roofline import GPUS, Cycles, attainable_flops, backward, forward, work
+from jax_fa.analysis import roofline
+from jax_fa.analysis.roofline import GPUS, Cycles, attainable_flops, backward, forward, work
+from jax_fa.spec.band import Band
+from jax_fa.spec.problem import Problem, Semantics
 
 BY_NAME = {gpu.name: gpu for gpu in GPUS}
 B200, B300, THOR, H100, H200 = (BY_NAME[n] for n in ("B200", "B300", "Thor", "H100", "H200"))

@@ -1,18 +1,18 @@
 """Borders, lengths, offsets and segments of any value: one meaning on CPU and reference.
 
-``tests/emulated/test_hostile_values.py`` has the GPU kernels.
+``tests/kernels/test_hostile_values.py`` has the GPU kernels.
 """
 
-import hostile
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close
+from helpers import hostile
+from helpers.oracle import assert_close
 
 import jax_fa
-from jax_fa import sequences
-from jax_fa.band import MAX_OFFSET
+from jax_fa.runtime import sequences
+from jax_fa.spec.band import MAX_OFFSET
 
 SETS = 4 * len(hostile.KINDS)
 IMPLEMENTATIONS = ("cpu", "xla")

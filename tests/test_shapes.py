@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from jax_fa import bindings, reference
-from jax_fa.problem import Operands, Semantics
+from jax_fa.runtime import bindings, reference
+from jax_fa.spec.problem import Operands, Semantics
 
 X = jnp.zeros((1, 4, 2, 8))
 LSE = jnp.zeros((1, 4, 2))
@@ -27,4 +27,4 @@ def test_backward_with_an_lse_of_another_length_fails():
 
 def test_kernels_are_checked_like_the_reference():
     for module in (bindings, reference):
-        assert module.forward.__module__ == module.backward.__module__ == "shapes"
+        assert module.forward.__module__ == module.backward.__module__ == "helpers.shapes"

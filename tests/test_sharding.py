@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import in_new_process
+from helpers.harness import in_new_process
 from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fa
-from jax_fa.band import Band
-from jax_fa.partitioning import Call
-from jax_fa.problem import Semantics
+from jax_fa.runtime.partitioning import Call
+from jax_fa.spec.band import Band
+from jax_fa.spec.problem import Semantics
 
 rng = np.random.default_rng(0)
 
@@ -239,13 +239,15 @@ def test_vmap_of_packed_sequences_under_an_explicit_mesh(vmapped):
     assert_same(got, want)
 
 
-def test_explicit_mesh_refuses_a_sharded_length():
+@pytest.mark.parametrize("axis", [1, 3], ids=["length", "head size"])
+def test_explicit_mesh_refuses_what_one_kernel_cannot_split(axis):
     inputs = arrays(4, ())
+    query = P(*("data" if i == axis else None for i in range(4)))
     mesh = mesh_of((4, 2), AxisType.Explicit)
     with jax.set_mesh(mesh):
-        placed = place(inputs, mesh, {**SPEC, "query": P(None, "data", None, None)})
+        placed = place(inputs, mesh, {**SPEC, "query": query})
         with pytest.raises(ValueError, match="batch and heads may be sharded, but the query"):
-            jax.jit(attend)(placed)
+            jax.jit(lambda inputs: jax_fa.forward(**inputs))(placed)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -440,7 +442,6 @@ def test_the_text_of_a_call_says_everything():
         band=Band(is_causal=True, left=3, right=0, alignment="bottom_right"),
         soft_cap=2.5,
         deterministic=True,
-        mask_mod="module:function",
     )
     for call in (
         Call("fwd", "cpu", ("q", "k", "v"), Semantics(1.0)),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import in_new_process
+from helpers.harness import in_new_process
 from jax.ad_checkpoint import checkpoint_policies
 
 import jax_fa

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from jax_fa.emulator.cta import Cta
-from jax_fa.emulator.decode import Decoder
+from jax_fa.emulator.barriers import Mbarrier
+from jax_fa.emulator.cta import Cta, Wait, Warp
 from jax_fa.emulator.faults import OutOfBoundsError
 from jax_fa.emulator.layouts import packed_chunks
 from jax_fa.emulator.loadstore import address_reader, combine_values, load_at
 from jax_fa.emulator.machine import Operation
-from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT, Claim, Memory
-from jax_fa.emulator.ptx import Address, Instruction, Vector
+from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT, WORD, Claim, Memory
+from jax_fa.emulator.operands import OperandDecoder
+from jax_fa.emulator.ptx import Address, Instruction, Operand, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
-from jax_fa.emulator.sync import Mbarrier, mbarrier_at, signalled_mbarrier
+from jax_fa.emulator.sync import mbarrier_at, signalled_mbarrier
 from jax_fa.emulator.tensor_map import (
     Part,
     TensorMap,
@@ -26,7 +27,6 @@ from jax_fa.emulator.tensor_map import (
     load_box,
 )
 from jax_fa.emulator.values import DTYPES, LANES, UNSIGNED
-from jax_fa.emulator.warp import Wait, Warp
 
 _REDUCTIONS = "add min max inc dec and or xor"
 
@@ -149,7 +149,7 @@ def tensor_map_at(warp: Warp, addresses: np.ndarray, lane: int) -> TensorMap:
 
 
 @effect("cp.async.bulk.tensor cp.reduce.async.bulk.tensor")
-def tensor_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def tensor_copy(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """TMA tile load, store and reduction, of one to five dimensions."""
     mods.need("1d 2d 3d 4d 5d")
     loads = mods.left[0].startswith("shared")
@@ -294,7 +294,7 @@ def _box_writer(
 
 
 @effect("cp.async.bulk cp.reduce.async.bulk")
-def bulk_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def bulk_copy(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """cp.async.bulk and cp.reduce.async.bulk between global and shared memory."""
     target, source = mods.left[:2]
     mods.left = mods.left[2:]
@@ -444,7 +444,7 @@ def _bulk_exchange(
 
 
 @effect("cp.async.bulk.commit_group cp.async.commit_group")
-def commit_group(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def commit_group(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Closes the group of the operations issued since the last one."""
     mods.done()
     unit = "bulk" if "bulk" in ins.opcode else "cp.async"
@@ -458,7 +458,7 @@ def commit_group(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @control("cp.async.bulk.wait_group cp.async.wait_group cp.async.wait_all")
-def wait_group(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def wait_group(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Waits until all but the newest N groups are complete (.read: have read their source)."""
     phases = 1 if mods.take("read") else None
     mods.done()
@@ -485,36 +485,37 @@ def wait_group(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("cp.async.ca cp.async.cg")
-def small_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
-    """cp.async.{ca,cg}.shared.global [dst], [src], size{, src_size or ignore-source}."""
-    mods.drop("shared shared::cta global L2::cache_hint L2::64B L2::128B L2::256B").done()
+def small_copy(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
+    """cp.async.{ca,cg}.shared.global [dst], [src], size{, src_size | ignore-src}{, policy}."""
+    has_policy = mods.take("L2::cache_hint") is not None
+    mods.drop("shared shared::cta global L2::64B L2::128B L2::256B").done()
     to = address_reader(decoder, ins.operands[0], "shared")
     from_ = address_reader(decoder, ins.operands[1], "global")
     size = int(ins.operands[2].bits)
-    valid = (
-        decoder.read(ins.operands[3], "u4")
-        if len(ins.operands) > 3 and "cache_hint" not in ins.opcode
-        else None
-    )
+    if size not in ((16,) if ins.opcode.startswith("cp.async.cg") else (4, 8, 16)):
+        raise mods.error(f"copies of {size} bytes do not exist")
+    more = ins.operands[3 : len(ins.operands) - has_policy]
+    limits_of = _bytes_to_read(decoder, more, size)
     offsets = np.arange(size)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots, machine, shared = warp.slots, warp.machine, warp.cta.shared
         targets = (to(slots)[mask] & np.uint32(OFFSET_MASK)).astype(np.int64)
         sources = from_(slots)[mask]
-        limits = np.full(len(targets), size) if valid is None else valid(slots)[mask]
+        limits = limits_of(slots)[mask]
         what = _who(warp, ins, "cp.async")
         places = targets[:, None] + offsets
+        _check_small(what, size, targets, sources, limits)
         if int(places.max()) >= shared.size:
             raise OutOfBoundsError(f"{what}: shared offset {int(places.max())} is out of range")
-        claim = shared.begin_write(np.unique(places // CHUNK), what) if size == CHUNK else None
+        if size == CHUNK:
+            claim = shared.begin_write(np.unique(places // CHUNK), what)
+        else:
+            claim = shared.begin_word_write(np.unique(places // WORD), what)
 
         def land() -> None:
             shared.data[places] = _zero_filled(machine.memory, sources, limits, size)
-            shared.written[places] = 1
-            shared.version += 1
-            if claim is not None:
-                shared.end(claim)
+            shared.end(claim)
             # Unlike bulk copies these write through the generic proxy.
             shared.mark_generic(np.unique(places // CHUNK), warp.cta.rank * 64 + warp.index)
 
@@ -525,6 +526,29 @@ def small_copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         machine.count("bytes cp.async", size * len(targets))
 
     return run
+
+
+def _bytes_to_read(
+    decoder: OperandDecoder, operands: tuple[Operand, ...], size: int
+) -> Callable[[list], np.ndarray]:
+    """How many bytes each lane's copy reads; the others become zero."""
+    if not operands:
+        return lambda slots: np.full(LANES, size)
+    (operand,) = operands
+    if decoder.home(operand) == "pred":
+        is_ignored = decoder.read(operand, "pred")
+        return lambda slots: np.where(is_ignored(slots), 0, size)
+    return decoder.read(operand, "u4")
+
+
+def _check_small(
+    what: str, size: int, targets: np.ndarray, sources: np.ndarray, limits: np.ndarray
+) -> None:
+    """Refuses copies that are misaligned, or that read more than they write."""
+    if (targets % size).any() or (sources[limits > 0] % np.uint64(size)).any():
+        raise OutOfBoundsError(f"{what} of {size} bytes is misaligned")
+    if (limits > size).any():
+        raise OutOfBoundsError(f"{what} of {size} bytes reads {int(limits.max())}")
 
 
 def _zero_filled(memory: Memory, sources: np.ndarray, limits: np.ndarray, size: int) -> np.ndarray:
@@ -543,7 +567,7 @@ def _zero_filled(memory: Memory, sources: np.ndarray, limits: np.ndarray, size: 
 
 
 @effect("cp.async.mbarrier.arrive")
-def copy_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def copy_arrive(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Arrives on an mbarrier when the lane's cp.async copies so far are complete."""
     without_increment = mods.take("noinc") is not None
     mods.drop("shared shared::cta b64").done()

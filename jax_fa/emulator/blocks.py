@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jax_fa.emulator import mufu, native
+from jax_fa.emulator.operands import OperandDecoder
+from jax_fa.emulator.program import Segment
 from jax_fa.emulator.ptx import (
     Immediate,
     Instruction,
@@ -26,9 +28,6 @@ from jax_fa.emulator.ptx import (
 )
 from jax_fa.emulator.registry import Pure, Unit
 from jax_fa.emulator.values import DTYPES, LANES, SIZES, Value
-
-if TYPE_CHECKING:
-    from jax_fa.emulator.decode import Decoder, Segment
 
 SHORTEST = 3
 """Instructions from which on a run is worth its call."""
@@ -125,8 +124,8 @@ def _codes() -> dict[str, int]:
 CODES = _codes()
 
 
-def serves(decoder: Decoder, instruction: Instruction, unit: Pure | Unit) -> bool:
-    """Whether a run may hold the instruction."""
+def serves(decoder: OperandDecoder, instruction: Instruction, unit: Pure | Unit) -> bool:
+    """True if a run may hold the instruction."""
     if not CODES or instruction.guard is not None:
         return False
     if isinstance(unit, Unit):
@@ -146,12 +145,12 @@ def serves(decoder: Decoder, instruction: Instruction, unit: Pure | Unit) -> boo
     ) and _converts(result, decoder.home(target))
 
 
-def _same(decoder: Decoder, target: Register) -> str:
-    """What "any" kind stands for."""
+def _same(decoder: OperandDecoder, target: Register) -> str:
+    """The kind that "any" stands for."""
     return decoder.homes[target.number]
 
 
-def _is_join_or_split(decoder: Decoder, target: Operand, source: Operand) -> bool:
+def _is_join_or_split(decoder: OperandDecoder, target: Operand, source: Operand) -> bool:
     vector, whole = (target, source) if isinstance(target, Vector) else (source, target)
     if not isinstance(vector, Vector) or len(vector.items) != 2 or not isinstance(whole, Register):
         return False
@@ -169,7 +168,7 @@ def _is_join_or_split(decoder: Decoder, target: Operand, source: Operand) -> boo
     return all(_reads(decoder, item, part) for item in vector.items)
 
 
-def _reads(decoder: Decoder, operand: Operand, kind: str) -> bool:
+def _reads(decoder: OperandDecoder, operand: Operand, kind: str) -> bool:
     if isinstance(operand, Register):
         return _converts(decoder.home(operand), kind)
     if isinstance(operand, Immediate):
@@ -182,7 +181,7 @@ def _reads(decoder: Decoder, operand: Operand, kind: str) -> bool:
 
 
 def _converts(have: str, want: str) -> bool:
-    """Whether a run can do what values.converter does."""
+    """True if a run can do what values.converter does."""
     if have == want:
         return True
     if "pred" in (have, want) or 1 in (SIZES[have], SIZES[want]):
@@ -212,7 +211,7 @@ _Any = _Lanes | tuple[_Lanes, _Lanes]
 class _Compiler:
     """Executes a run on symbols."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: OperandDecoder) -> None:
         self.decoder = decoder
         self.steps: list[tuple[int, int, int, int, int]] = []
         self.size = 0
@@ -325,7 +324,7 @@ class _Compiler:
         return offset
 
     def _constant(self, value: _Input) -> np.ndarray | None:
-        """What a slot always holds; None for registers and what differs between warps."""
+        """The constant in a slot; None for registers and for values that differ between warps."""
         index = value.slot - len(self.decoder.homes)
         held: Value | str = self.decoder.slots[index] if index >= 0 else ""
         if isinstance(held, str):
@@ -380,7 +379,7 @@ class _Compiler:
         return leaves.setdefault(key, len(leaves))
 
 
-def join_runs(decoder: Decoder, segments: list[Segment], following: list[list[int]]) -> None:
+def join_runs(decoder: OperandDecoder, segments: list[Segment], following: list[list[int]]) -> None:
     """Lets full warps execute the runs of all segments in one step each."""
     live = _live_at_end(segments, following) if CODES else []
     for index, segment in enumerate(segments):
@@ -456,7 +455,7 @@ def _live_after(segment: Segment, live: int, places: set[int]) -> dict[int, int]
 
 
 def _lazy_step(
-    decoder: Decoder, segment: Segment, where: tuple[int, int], live: int
+    decoder: OperandDecoder, segment: Segment, where: tuple[int, int], live: int
 ) -> Callable[[object], None]:
     """The step of a run, compiled at its first execution."""
     first, end = where

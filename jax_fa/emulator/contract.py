@@ -57,7 +57,7 @@ def contracted(kernel: Kernel) -> Kernel:
 
 
 def _uses(instructions: list[Instruction]) -> Counter[int]:
-    """How often each result of a product is named."""
+    """The number of times that each result of a product is named."""
     uses = Counter(
         dict.fromkeys((x.operands[0].number for x in instructions if x.opcode in _PRODUCTS), 0)
     )

@@ -32,7 +32,7 @@ _TO_F4 = np.int64(-1 << 29)  # bits of a float64 that a float32 has room for
 
 
 class Rule(NamedTuple):
-    """How one instruction adds.
+    """The rounding rule of one instruction's sum.
 
     Attributes:
       type: of the factors.
@@ -91,7 +91,7 @@ class Factors:
 
     @cached_property
     def is_finite(self) -> bool:
-        """Whether all of it is."""
+        """True if all of it is."""
         return bool(np.isfinite(self.planes).all())
 
     def rows(self, which: slice) -> Factors:
@@ -130,7 +130,7 @@ def multiply_add(a: Factors, b: Factors, c: np.ndarray | None, rule: Rule) -> np
 
 
 def multiply_add_in_numpy(a: Factors, b: Factors, c: np.ndarray | None, rule: Rule) -> np.ndarray:
-    """What multiply_add does, without the extension."""
+    """multiply_add without the extension."""
     rows = a.planes.shape[1]
     if rows > _ROWS:
         parts = [slice(first, first + _ROWS) for first in range(0, rows, _ROWS)]

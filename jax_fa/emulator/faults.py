@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
-    """Where in a run something happened."""
+    """A place in a run."""
 
     kernel: str
     cta: int

@@ -8,12 +8,12 @@ EXITS = ("ret", "exit", "trap")
 
 
 def is_branch(instruction: Instruction) -> bool:
-    """Whether it is bra in any form."""
+    """True if it is bra in any form."""
     return instruction.opcode.startswith("bra") and instruction.opcode[3:4] in ("", ".")
 
 
 def is_exit(instruction: Instruction) -> bool:
-    """Whether it is ret, exit or trap."""
+    """True if it is ret, exit or trap."""
     return instruction.opcode in EXITS
 
 
@@ -53,7 +53,7 @@ def successors(instructions: list[Instruction], starts: list[int]) -> list[list[
 
 
 def join_blocks(following: list[list[int]]) -> list[int]:
-    """Where the lanes that a block's branch separates meet again (len(following): nowhere).
+    """The blocks where lanes separated by a block's branch meet again (len(following): nowhere).
 
     The immediate post-dominator. Where there is none because a side exits, the one that holds if
     all exits but the last in the text are left out: lanes that exit need not be waited for.

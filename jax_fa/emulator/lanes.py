@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jax_fa.emulator.decode import Decoder
+from jax_fa.emulator.cta import Warp
 from jax_fa.emulator.faults import DivergenceError
+from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import Both, Instruction, Operand, Sink
 from jax_fa.emulator.registry import Modifiers, Run, effect
 from jax_fa.emulator.sync import lanes_of
 from jax_fa.emulator.values import FULL, LANES
-from jax_fa.emulator.warp import Warp
 
 _LANE = np.arange(LANES)
 
@@ -51,7 +51,7 @@ def shuffle_sources(mode: str, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray
 
 
 @effect("shfl.sync")
-def shuffle(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def shuffle(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """shfl.sync.{up,down,bfly,idx}.b32 d|p, a, b, c, membermask."""
     mode = mods.need("up down bfly idx")
     mods.drop("b32").done()
@@ -79,7 +79,7 @@ def shuffle(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("vote.sync vote")
-def vote(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def vote(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """vote.sync.{all,any,uni,ballot} d, p, membermask."""
     mode = mods.need("all any uni ballot")
     mods.drop("pred b32").done()
@@ -107,7 +107,7 @@ def vote(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("elect.sync")
-def elect(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def elect(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """elect.sync d|p, membermask: the lowest member is elected."""
     mods.done()
     lane_of, flag = _two_results(ins.operands[0])
@@ -135,7 +135,7 @@ _REDUCE: dict[str, Callable] = {
 
 
 @effect("redux.sync")
-def reduce_lanes(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def reduce_lanes(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """redux.sync.op.type d, a, membermask: every member gets the combination of all."""
     operation = mods.need("add min max and or xor")
     absolute, propagates = mods.take("abs"), mods.take("NaN")
@@ -161,7 +161,7 @@ def reduce_lanes(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("activemask")
-def active_mask(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def active_mask(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """activemask.b32 d."""
     mods.drop("b32").done()
     write = decoder.write(ins.operands[0], "u4")
@@ -174,7 +174,7 @@ def active_mask(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("match.any.sync match.all.sync")
-def match(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def match(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """match.{any,all}.sync d|p, a, membermask: lanes that hold the same value."""
     kind = {"b32": "u4", "b64": "u8"}[mods.need("b32 b64")]
     mods.done()

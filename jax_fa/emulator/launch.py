@@ -1,4 +1,4 @@
-"""What a kernel launch consists of, as record mode stores it and as JSON."""
+"""A kernel launch, as record mode stores it and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where matrix elements lie: swizzles, shared-memory matrix descriptors, register fragments.
+"""Layouts of matrix elements: swizzles, shared-memory matrix descriptors, register fragments.
 
 Swizzles are functions of the absolute shared-memory offset, so a tile's element order repeats
 with its offset modulo 1024 bytes; index tables are cached by that.

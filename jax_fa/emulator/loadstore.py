@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jax_fa.emulator.cta import Warp
 from jax_fa.emulator.faults import OutOfBoundsError
 from jax_fa.emulator.memory import LOCAL_WINDOW, OFFSET_MASK, PARAM_WINDOW, SHARED_WINDOW
 from jax_fa.emulator.numerics import NARROW, pack_halves, split_halves
+from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import TYPE_BYTES, Address, Instruction, Operand, Register, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, define, effect
 from jax_fa.emulator.values import DTYPES, FULL, LANES, UNSIGNED
-
-if TYPE_CHECKING:
-    from jax_fa.emulator.decode import Decoder
-    from jax_fa.emulator.warp import Warp
 
 _TYPES = "b8 u8 s8 b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64 b128 f16 bf16 f16x2 bf16x2"
 _SPACES = (
@@ -50,7 +47,9 @@ def space_of(mods: Modifiers) -> str:
     }.get(space, space)
 
 
-def address_reader(decoder: Decoder, operand: Address, space: str) -> Callable[[list], np.ndarray]:
+def address_reader(
+    decoder: OperandDecoder, operand: Address, space: str
+) -> Callable[[list], np.ndarray]:
     """Reader of an address as uint64 (uint32 in shared space), offset included."""
     kind = "u4" if space == "shared" else "u8"
     base = decoder.read(operand.base, kind)
@@ -179,18 +178,18 @@ def _local_view(warp: Warp, addresses: np.ndarray, size: int, count: int) -> np.
 
 
 @effect("ld ldu")
-def load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def load(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """ld{.space}{.v2,.v4,.v8}.type dst, [address]."""
     return _load(decoder, ins, mods)
 
 
 @control("ld.acquire ld.volatile ld.relaxed")
-def polling_load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def polling_load(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """A load that may be part of a spin loop: also a scheduling point."""
     return _load(decoder, ins, mods)
 
 
-def _load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def _load(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     space = space_of(mods)
     mods.take("v2", "v4", "v8")
     type_ = mods.need(_TYPES)
@@ -214,7 +213,7 @@ def _load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("st")
-def store(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def store(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """st{.space}{.v2,.v4,.v8}.type [address], source."""
     space = space_of(mods)
     mods.take("v2", "v4", "v8")
@@ -270,7 +269,7 @@ def combine_values(operation: str, type_: str, old: np.ndarray, new: np.ndarray)
 
 
 @control("atom red")
-def atomic(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def atomic(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Handles atom and red of every operation, scalar or .v2/.v4/.v8; and atom.cas."""
     space = space_of(mods)
     operation = mods.need("add and or xor min max exch inc dec cas")
@@ -369,7 +368,7 @@ for _name, _low, _high in (
     "prefetch prefetchu discard applypriority createpolicy cp.async.bulk.prefetch "
     "cp.async.bulk.prefetch.tensor"
 )
-def hint(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def hint(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Hints to the caches: nothing happens; a policy is the number 0."""
     if not ins.opcode.startswith("createpolicy"):
         return lambda warp, mask: None
@@ -382,7 +381,7 @@ def _whole(operand: Operand) -> bool:
 
 
 @effect("mov")
-def move_vector(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def move_vector(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Handles mov between a wide register and the vector of its parts, low part first."""
     mods.need("b16 b32 b64 u32 u64")
     mods.done()
@@ -417,7 +416,7 @@ def move_vector(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     return join
 
 
-def _join_pair(decoder: Decoder, vector: Vector, whole: Register) -> Run:
+def _join_pair(decoder: OperandDecoder, vector: Vector, whole: Register) -> Run:
     """mov.b64 d, {lo, hi}: free when d is kept as a pair."""
     if decoder.home(whole) == "pair":
         low, high = decoder.read_all(vector, "f4")
@@ -434,7 +433,7 @@ def _join_pair(decoder: Decoder, vector: Vector, whole: Register) -> Run:
     return join
 
 
-def _split_pair(decoder: Decoder, vector: Vector, whole: Operand) -> Run:
+def _split_pair(decoder: OperandDecoder, vector: Vector, whole: Operand) -> Run:
     """mov.b64 {lo, hi}, s: free when s is kept as a pair."""
     if decoder.home(whole) == "pair":
         read, (low, high) = decoder.read(whole, "pair"), decoder.write_all(vector, "f4")

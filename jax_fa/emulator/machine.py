@@ -1,47 +1,49 @@
-"""The machine: the seeded scheduler, asynchronous operations, the run loop."""
+"""The machine that instructions see: memory, asynchronous operations, counters."""
 
 from __future__ import annotations
 
-import gc
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from jax_fa.emulator.cta import Cluster, Cta
-from jax_fa.emulator.decode import Program, Segment
-from jax_fa.emulator.faults import (
-    DeadlockError,
-    EmulationError,
-    LaunchError,
-    Place,
-    RunawayError,
-    TrapError,
-)
+from jax_fa.emulator.barriers import Mbarrier
+from jax_fa.emulator.faults import EmulationError, LaunchError, Place
 from jax_fa.emulator.launch import Launch
 from jax_fa.emulator.memory import Memory
+from jax_fa.emulator.ptx import Kernel
 from jax_fa.emulator.random_source import RandomSource
-from jax_fa.emulator.sync import Mbarrier
-from jax_fa.emulator.values import FULL, LANES
-from jax_fa.emulator.warp import Fragment, Join, Warp
+from jax_fa.emulator.values import Value
 
 COMPLETIONS = ("lazy", "eager", "random")
 
-# Segments without any event after which a warp lets others run, since it may be spinning.
-TURN = 500
 
-# Finished clusters, each a megabyte of cyclic garbage per CTA, after which memory is reclaimed.
-COLLECTION = 16
+class Frame(NamedTuple):
+    """The variables of a decoded kernel, and what its warps hold at their start.
 
-# Segments of a loop that only waits for memory to change.
-LONGEST_SPIN = 200
+    Attributes:
+      kernel: what was decoded.
+      unwritten: what every register holds before it is written.
+      slots: initial value of the slots after the registers: an array, or a name that the warp
+        resolves at its start (special registers, shared variables).
+      shared: offset of every shared variable, and the end of the static ones under "".
+      params: offset of every parameter in the parameter block.
+      local_bytes: local memory of one thread.
+    """
+
+    kernel: Kernel
+    unwritten: list[Value]
+    slots: list[np.ndarray | str]
+    shared: dict[str, int]
+    params: dict[str, int]
+    local_bytes: int
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to run.
+    """Options of a run.
 
     Attributes:
       completion: when asynchronous operations complete: "eager" at their issue, "lazy" only
@@ -109,58 +111,41 @@ class Operation:
 
     @property
     def finished(self) -> bool:
-        """Whether all phases have run."""
+        """True if all phases have run."""
         return self.done == len(self.phases)
 
 
 class Machine:
-    """One launch of one kernel."""
+    """The state of one launch of one kernel, and the services that instructions use."""
 
     def __init__(
-        self, program: Program, launch: Launch, memory: Memory, seed: int, options: Options
+        self, frame: Frame, launch: Launch, memory: Memory, seed: int, options: Options
     ) -> None:
-        self.program = program
+        self.frame = frame
         self.launch = launch
         self.memory = memory
         self.options = options
         self.random = RandomSource(seed)
         self.threads = int(np.prod(launch.block))
-        self.shared_size = program.shared[""] + launch.shared_bytes
+        self.shared_size = frame.shared[""] + launch.shared_bytes
         self.params = self._parameter_block()
         self.pipes: dict[Hashable, deque[Operation]] = {}
         self.progress = 0
-        self.budget = options.max_segments
         self.counters: Counter[str] = Counter()
         self.issued: Counter[int] = Counter()
         self.waits: Counter[int] = Counter()
         self.findings: list[EmulationError] = []
-        self.notes: Counter[str] = Counter()
-        self.visits: dict[int, Counter[int]] = {}
         self.parameters: dict[tuple[int, int, int], np.ndarray] = {}
-        self.registers: dict[int, int] = {}
-        clusters = tuple(g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
-        self.waiting = deque(
-            (x, y, z)
-            for z in range(clusters[2])
-            for y in range(clusters[1])
-            for x in range(clusters[0])
-        )
-        self.resident: list[Cluster] = []
-        # By warp: `progress`, and the segments that it ran since that last changed.
-        self.idle: dict[Warp, tuple[int, int]] = {}
-        # Warps that went round a loop without changing: `progress` at that time, the loop.
-        self.spun: dict[Warp, tuple[int, frozenset[int]]] = {}
-        self.retired = 0
 
     def _parameter_block(self) -> np.ndarray:
         """The parameters of the launch at the offsets PTX gives them."""
-        declared = self.program.kernel.params
+        declared = self.frame.kernel.params
         if len(declared) != len(self.launch.params):
             raise LaunchError(
                 f"the launch has {len(self.launch.params)} parameters, the "
                 f"kernel declares {len(declared)}"
             )
-        end = max((self.program.params[p.name] + p.size for p in declared), default=0)
+        end = max((self.frame.params[p.name] + p.size for p in declared), default=0)
         block = np.zeros(end, np.uint8)
         for number, (param, raw) in enumerate(zip(declared, self.launch.params, strict=True)):
             if len(raw) < param.size:
@@ -168,7 +153,7 @@ class Machine:
                     f"parameter {number} has {len(raw)} bytes in the launch and "
                     f"{param.size} in the kernel"
                 )
-            at = self.program.params[param.name]
+            at = self.frame.params[param.name]
             block[at : at + param.size] = np.frombuffer(raw[: param.size], np.uint8)
         return block
 
@@ -180,178 +165,37 @@ class Machine:
         self.pipes.setdefault(key, deque()).append(operation)
         self.issued[operation.place.line] += 1
         if self.options.completion == "eager":
-            while key in self.pipes and not self._is_held(key):
-                self._advance(key)
+            while key in self.pipes and not self.is_held(key):
+                self.advance(key)
         return operation
 
     def finish(self, operation: Operation, pipe: Hashable = None) -> None:
         """Completes an operation that another one waits for, and those before it in its pipe."""
         while not operation.finished:
-            self._advance(operation if pipe is None else pipe)
+            self.advance(operation if pipe is None else pipe)
 
     def gives_up(self) -> bool:
-        """Whether a polling wait reports failure at once."""
+        """True if a polling wait reports failure at once."""
         return self.options.completion == "random" and self.random.chance(0.05)
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to a counter of the report."""
         self.counters[name] += amount
 
-    def count_wait(self, warp: Warp) -> None:
-        """A warp blocks."""
-        self.waits[warp.index] += 1
+    def count_wait(self, warp: int) -> None:
+        """A warp of this index blocks."""
+        self.waits[warp] += 1
 
-    # The scheduler.
+    def report(self, error: EmulationError, place: Place) -> None:
+        """Raises a fault that execution could survive, or collects it."""
+        error.place = place
+        if self.options.strict:
+            raise error
+        self.findings.append(error)
 
-    def run(self) -> None:
-        """Runs the whole grid."""
-        self._admit()
-        stalled_at = -1
-        while self.resident:
-            if self.options.completion == "random" and self.random.chance(0.25):
-                free = [key for key in self.pipes if not self._is_held(key)]
-                if free:
-                    self._advance(self.random.choice(free))
-            runnable = self._pick()
-            if runnable is not None:
-                self._take_turn(runnable)
-            elif self.pipes:
-                self._advance(self._next_pipe())
-            elif not any(w.fragments for c in self.resident for w in c.all_warps):
-                raise DeadlockError("a CTA has lanes that are neither running nor gone")
-            elif self.progress != stalled_at and self._wake_polls():
-                stalled_at = self.progress
-            elif self._only_spins():
-                raise DeadlockError(self._who_waits())
-            self._retire()
-        while self.pipes:
-            self._advance(next(iter(self.pipes)))
+    # Services for the scheduler.
 
-    def _pick(self) -> Fragment | None:
-        """A fragment that can run: the first one from a random place on, in a random direction.
-
-        None also where those that can run are known to spin.
-        """
-        fragments = [f for c in self.resident for w in c.all_warps for f in w.fragments]
-        if not fragments:
-            return None
-        start = int(self.random.choice(range(len(fragments))))
-        order = fragments[start:] + fragments[:start]
-        if self.random.chance(0.5):
-            order.reverse()
-        if self.options.starved is not None:
-            order.sort(key=lambda fragment: fragment.warp.index == self.options.starved)
-        for fragment in order:
-            if fragment.wait is None or fragment.wait.ready():
-                if self.spun.get(fragment.warp, (-1,))[0] != self.progress:
-                    return fragment
-        return None
-
-    def _take_turn(self, fragment: Fragment) -> None:
-        """Runs a fragment, and finds out whether its warp spins."""
-        warp, left = fragment.warp, self.budget
-        if warp in self.spun:
-            self._take_round(warp)
-            return
-        self._run_fragment(fragment)
-        since, ran = self.idle.get(warp, (-1, 0))
-        ran = left - self.budget + (ran if since == self.progress else 0)
-        self.idle[warp] = self.progress, ran
-        if ran >= TURN and (loop := self._loop_of(warp)):
-            self.spun[warp] = self.progress, loop
-
-    def _take_round(self, warp: Warp) -> None:
-        """Lets a warp that spun go round its loop again; it may leave it."""
-        _, loop = self.spun.pop(warp)
-        progress = self.progress
-        for _ in loop:
-            if not self._step(warp) or not loop.issuperset(f.segment for f in warp.fragments):
-                return
-        if self.progress == progress:
-            self.spun[warp] = progress, loop
-
-    def _step(self, warp: Warp) -> bool:
-        """Runs one segment of every fragment of a warp that can run; whether there was one."""
-        ready = [f for f in warp.fragments if f.wait is None or f.wait.ready()]
-        for fragment in ready:
-            if fragment in warp.fragments:
-                self._run_fragment(fragment, turn=1)
-        return bool(ready)
-
-    def _loop_of(self, warp: Warp) -> frozenset[int]:
-        """The segments that take a warp to where it is, with the registers it has; or none.
-
-        While nothing changes memory it then goes round for ever.
-        """
-        progress, start = self.progress, warp.snapshot()
-        loop: set[int] = set()
-        for _ in range(LONGEST_SPIN):
-            loop.update(fragment.segment for fragment in warp.fragments)
-            if not self._step(warp) or self.progress != progress:
-                break
-            if warp.snapshot() == start:
-                return frozenset(loop)
-        return frozenset()
-
-    def _next_pipe(self) -> Hashable:
-        """The pipe that advances when something has to: lazily one that a warp waits for."""
-        free = [key for key in self.pipes if not self._is_held(key)]
-        pipes = free or list(self.pipes)
-        if self.options.completion == "lazy" or not free:
-            fragments = [f for c in self.resident for w in c.all_warps for f in w.fragments]
-            needed = set().union(*(f.wait.needs for f in fragments if f.wait is not None))
-            wanted = [
-                key
-                for key in pipes
-                if any(o in needed or not needed.isdisjoint(o.signals) for o in self.pipes[key])
-            ]
-            pipes = wanted or pipes
-        return self.random.choice(pipes)
-
-    def _is_held(self, key: Hashable) -> bool:
-        """Whether the next operation of a pipe is one of those to hold back."""
-        return self.pipes[key][0].place.line == self.options.held
-
-    def _only_spins(self) -> bool:
-        """Whether no warp can do more than go round a loop, and none of them changes memory."""
-        progress, memory = self.progress, self._memory_digest()
-        self.spun.clear()
-        for warp in [w for c in self.resident for w in c.all_warps]:
-            can_run = any(f.wait is None or f.wait.ready() for f in warp.fragments)
-            if can_run and not self._loop_of(warp):
-                return False
-        return self.progress == progress and self._memory_digest() == memory
-
-    def _memory_digest(self) -> int:
-        """A checksum of global memory and of the shared memory of all resident CTAs."""
-        shared = (cta.shared.data for cluster in self.resident for cta in cluster.ctas)
-        digest = 0
-        for data in (*self.memory.contents(), *shared):
-            digest = zlib.crc32(data, digest)
-        return digest
-
-    def _admit(self) -> None:
-        """Admits as many waiting clusters as the machine has room for."""
-        while self.waiting and len(self.resident) < self.options.resident:
-            self.resident.append(Cluster(self, self.waiting.popleft()))
-
-    def _wake_polls(self) -> bool:
-        """Lets every polling wait give up; whether there was one."""
-        polls = [
-            f
-            for c in self.resident
-            for w in c.all_warps
-            for f in w.fragments
-            if f.wait is not None and f.wait.polls
-        ]
-        for fragment in polls:
-            wait, fragment.wait = fragment.wait, None
-            if wait.resume is not None:
-                wait.resume(False)
-            fragment.segment = self.program.segments[fragment.segment].next
-        return bool(polls)
-
-    def _advance(self, key: Hashable) -> None:
+    def advance(self, key: Hashable) -> None:
         """Runs the next phase of the oldest operation of a pipe."""
         pipe = self.pipes[key]
         operation = pipe[0]
@@ -369,262 +213,6 @@ class Machine:
             if not pipe:
                 del self.pipes[key]
 
-    def _retire(self) -> None:
-        """Lets finished clusters go and admits waiting ones."""
-        for cluster in [c for c in self.resident if not any(w.fragments for w in c.all_warps)]:
-            if any(np.count_nonzero(w.live) for w in cluster.all_warps):
-                continue
-            self.resident.remove(cluster)
-            for warp in cluster.all_warps:
-                self.idle.pop(warp, None)
-                self.spun.pop(warp, None)
-            self.retired += 1
-            if self.retired % COLLECTION == 0:
-                gc.collect(0)
-            for cta in cluster.ctas:
-                self._tally(cta)
-                self.notes.update(cta.exit_notes())
-                for error in cta.check_exit():
-                    self.report(error, Place(self.program.kernel.name, cta.number, 0, 0))
-        self._admit()
-
-    def report(self, error: EmulationError, place: Place) -> None:
-        """Raises a fault that execution could survive, or collects it."""
-        error.place = place
-        if self.options.strict:
-            raise error
-        self.findings.append(error)
-
-    def instructions(self) -> dict[int, Counter[str]]:
-        """Executed warp instructions of finished CTAs, by warp index and opcode."""
-        found: dict[int, Counter[str]] = {}
-        for index, visits in self.visits.items():
-            counts = found[index] = Counter()
-            for number, times in visits.items():
-                segment = self.program.segments[number]
-                for step in segment.steps:
-                    counts[step.opcode] += times
-                if segment.last is not None:
-                    counts[segment.last.opcode] += times
-        return found
-
-    def _tally(self, cta: Cta) -> None:
-        """Adds what a finished CTA's warps ran."""
-        for warp in cta.warps:
-            self.visits.setdefault(warp.index, Counter()).update(warp.visits)
-            if warp.registers is not None:
-                self.registers[warp.index] = warp.registers
-
-    def _who_waits(self) -> str:
-        rows = []
-        for cluster in self.resident:
-            for warp in cluster.all_warps:
-                for fragment in warp.fragments:
-                    last = self.program.segments[fragment.segment].last
-                    line = last.line if last else warp.line
-                    lanes = int(fragment.mask.sum())
-                    reason = fragment.wait.reason() if fragment.wait else "spins"
-                    rows.append(
-                        f"  CTA {warp.cta.number} warp {warp.index:2d} ({lanes} lanes) "
-                        f"line {line}: {reason}"
-                    )
-                for join in warp.state.get("joins", ()):
-                    if join.arrived.any():
-                        line = self.program.segments[join.segment].first_line
-                        rows.append(
-                            f"  CTA {warp.cta.number} warp {warp.index:2d} "
-                            f"({int(join.arrived.sum())} lanes) line {line}: waits for the "
-                            "warp's other lanes"
-                        )
-        if self.waiting:
-            held = self.options.resident
-            rows.append(
-                f"  {len(self.waiting)} clusters are not admitted before one of the "
-                f"{held} resident exits (Options.resident={held})"
-            )
-        return (
-            f"deadlock in kernel {self.program.kernel.name[:60]}: no warp can run and no "
-            "asynchronous operation is pending\n" + "\n".join(rows)
-        )
-
-    # The run loop.
-
-    def _run_fragment(self, fragment: Fragment, turn: int = TURN) -> None:
-        """Runs a fragment until it blocks, splits, exits or is preempted."""
-        warp = fragment.warp
-        if fragment.wait is not None:
-            wait, fragment.wait = fragment.wait, None
-            if wait.resume is not None:
-                wait.resume(True)
-            fragment.segment = self.program.segments[fragment.segment].next
-        segments, visits = self.program.segments, warp.visits
-        end = len(segments)
-        for _ in range(turn):
-            number = fragment.segment
-            if fragment.joins and fragment.joins[-1].segment == number:
-                fragment = self._arrive(fragment)
-                if fragment is None:
-                    return
-                continue
-            if number == end:
-                self._exit(fragment, fragment.mask)
-                return
-            self.budget -= 1
-            if self.budget < 0:
-                raise RunawayError(
-                    f"more than {self.options.max_segments} segments were run; "
-                    f"raise max_segments or look for an endless loop",
-                    warp.place,
-                )
-            segment = segments[number]
-            visits[number] = visits.get(number, 0) + 1
-            warp.mask = fragment.mask
-            if self.program.has_wgmma:
-                warp.unfenced |= segment.computed
-            self._run_steps(warp, segment)
-            if segment.last is None:
-                fragment.segment = segment.next
-            elif self._finish(fragment, segment):
-                return
-
-    def _run_steps(self, warp: Warp, segment: Segment) -> None:
-        """Runs the straight part of a segment."""
-        is_full = warp.mask is FULL
-        is_busy = segment.touched & warp.busy
-        steps = segment.fast if is_full and not is_busy else segment.all_steps(is_full)
-        left = iter(steps)
-        try:
-            if is_busy:
-                for step, instruction, use in zip(left, segment.steps, segment.uses, strict=True):
-                    warp.check_registers(instruction, use)
-                    step(warp)
-            else:
-                for step in left:
-                    step(warp)
-        except Exception as error:
-            done = len(steps) - left.__length_hint__() - 1
-            is_fast = steps is segment.fast
-            _blame(error, warp, segment.fast_lines[done] if is_fast else segment.steps[done].line)
-            raise
-
-    def _finish(self, fragment: Fragment, segment: Segment) -> bool:
-        """Runs the last instruction of a segment; True when the fragment's turn is over."""
-        warp = fragment.warp
-        try:
-            if warp.in_flight:
-                warp.check_registers(segment.last, segment.last_use)
-            if segment.branch is not None:
-                return not self._branch(fragment, segment)
-            if segment.exits:
-                return self._leave(fragment, segment)
-            return self._control(fragment, segment)
-        except Exception as error:
-            _blame(error, warp, segment.last.line)
-            raise
-
-    def _branch(self, fragment: Fragment, segment: Segment) -> bool:
-        """Takes a branch; False when the fragment was split."""
-        branch, mask, warp = segment.branch, fragment.mask, fragment.warp
-        if branch.guard is None:
-            fragment.segment = branch.target
-            return True
-        register, negated = branch.guard
-        taken = warp.slots[register]
-        if negated:
-            taken = ~taken
-        if mask is not FULL:
-            taken = taken & mask
-        count = np.count_nonzero(taken)
-        if count == 0:
-            fragment.segment = branch.fall
-            return True
-        if count == (LANES if mask is FULL else np.count_nonzero(mask)):
-            fragment.segment = branch.target
-            return True
-        joins = fragment.joins
-        if branch.join < len(self.program.segments):
-            join = Join(branch.join, mask)
-            warp.state.setdefault("joins", []).append(join)
-            joins += (join,)
-        other = Fragment(warp, branch.target, taken, joins)
-        fragment.mask, fragment.joins, fragment.segment = mask & ~taken, joins, branch.fall
-        warp.fragments.append(other)
-        return False
-
-    def _arrive(self, fragment: Fragment) -> Fragment | None:
-        """A fragment reaches its innermost join; the joined fragment once all are there."""
-        warp, join = fragment.warp, fragment.joins[-1]
-        join.arrived = join.arrived | fragment.mask
-        warp.fragments.remove(fragment)
-        return self._release(warp, join, fragment.joins[:-1])
-
-    def _release(self, warp: Warp, join: Join, outer: tuple[Join, ...]) -> Fragment | None:
-        join.outer = outer
-        if np.count_nonzero(join.mask & warp.live & ~join.arrived):
-            return None
-        warp.state["joins"].remove(join)
-        lanes = join.mask & warp.live
-        if not np.count_nonzero(lanes):
-            return None
-        joined = Fragment(warp, join.segment, lanes, outer)
-        warp.fragments.append(joined)
-        return joined
-
-    def _leave(self, fragment: Fragment, segment: Segment) -> bool:
-        """ret, exit or trap; True when no lane is left."""
-        mask, warp = fragment.mask, fragment.warp
-        gone = mask
-        if segment.guard is not None:
-            register, negated = segment.guard
-            flags = warp.slots[register]
-            gone = mask & (~flags if negated else flags)
-        if segment.last.opcode == "trap" and gone.any():
-            raise TrapError("the program executed trap")
-        fragment.segment = segment.next
-        if not gone.any():
-            return False
-        self._exit(fragment, gone)
-        return fragment not in warp.fragments
-
-    def _exit(self, fragment: Fragment, gone: np.ndarray) -> None:
-        """Lanes are done."""
-        warp = fragment.warp
-        warp.live = warp.live & ~gone
-        left = fragment.mask & ~gone
-        if left.any():
-            fragment.mask = left
-        else:
-            warp.fragments.remove(fragment)
-        self.progress += 1
-        for join in list(warp.state.get("joins", ())):
-            if np.count_nonzero(join.arrived):
-                self._release(warp, join, join.outer)
-        cluster = warp.cta.cluster
-        cluster.barrier.settle(cluster.live_threads())
-
-    def _control(self, fragment: Fragment, segment: Segment) -> bool:
-        """Runs the control instruction of a segment; True when another fragment gets a turn."""
-        warp, mask = fragment.warp, fragment.mask
-        warp.line = segment.last.line
-        if segment.guard is not None:
-            register, negated = segment.guard
-            flags = warp.slots[register]
-            mask = mask & (~flags if negated else flags)
-            if not np.count_nonzero(mask):
-                fragment.segment = segment.next
-                return False
-        wait = segment.run(warp, mask)
-        if wait is not None:
-            fragment.wait = wait
-            return True
-        fragment.segment = segment.next
-        return warp.index == self.options.starved or self.random.chance(0.25)
-
-
-def _blame(error: Exception, warp: Warp, line: int) -> None:
-    """Adds the place to an exception that left an instruction."""
-    warp.line = line
-    if not isinstance(error, EmulationError):
-        error.add_note(f"while emulating {warp.place}")
-    elif error.place is None:
-        error.place = warp.place
+    def is_held(self, key: Hashable) -> bool:
+        """True if the next operation of a pipe is one of those to hold back."""
+        return self.pipes[key][0].place.line == self.options.held

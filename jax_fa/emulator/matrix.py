@@ -1,4 +1,4 @@
-"""What all matrix units share: operand tiles fetched from shared memory."""
+"""Operand tiles fetched from shared memory, for all matrix units."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ LOCAL_WINDOW = 1 << 62
 RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 CHUNK = 16
+WORD = 4
 _WRITTEN = np.uint64(0x0101010101010101)
 
 
@@ -147,7 +148,10 @@ class Memory:
 
 
 class Claim:
-    """Chunks of a shared memory that an asynchronous operation may still read or write."""
+    """Chunks of a shared memory that an asynchronous operation may still read or write.
+
+    With access "write words" they are 4-byte words: cp.async writes less than a chunk.
+    """
 
     __slots__ = ("chunks", "access", "who")
 
@@ -157,6 +161,17 @@ class Claim:
         self.who = who
 
 
+def _words(offsets: np.ndarray, width: int) -> np.ndarray:
+    """Numbers of the 4-byte words that accesses of `width` bytes at the offsets touch."""
+    first = offsets.astype(np.int64) // WORD
+    return (first[:, None] + np.arange(-(-width // WORD))).reshape(-1)
+
+
+def _words_of(chunks: np.ndarray) -> np.ndarray:
+    """Numbers of the 4-byte words of chunks."""
+    return _words(np.asarray(chunks) * CHUNK, CHUNK)
+
+
 class SharedMemory:
     """One CTA's shared memory, and what is known about every 16-byte chunk of it.
 
@@ -164,6 +179,7 @@ class SharedMemory:
       written: per byte, whether anything was ever stored there.
       owner: per chunk, 1 + the warp with a generic store that no proxy fence published yet.
       reads, writes: per chunk, how many asynchronous operations may still read or write it.
+      word_writes: per 4-byte word, how many may still write it that write less than its chunk.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -178,6 +194,7 @@ class SharedMemory:
         self.owner = np.zeros(size // CHUNK, dtype=np.uint16)
         self.reads = np.zeros(size // CHUNK, dtype=np.uint16)
         self.writes = np.zeros(size // CHUNK, dtype=np.uint16)
+        self.word_writes = np.zeros(size // WORD, dtype=np.uint16)
         self.claims: dict[Claim, None] = {}
         # Decoded matrix operands, valid while `version` does not change.
         self.version = self.cache_version = 0
@@ -205,6 +222,7 @@ class SharedMemory:
             chunks = offsets >> np.uint32(4)
             if np.count_nonzero(self.writes[chunks]):
                 self._hazard("is read", chunks, "write")
+            self._check_words("is read", _words(offsets, width))
         known = self.written.reshape(-1, width)[index]
         if np.count_nonzero(known) != known.size:
             bad = int(offsets[~known.all(axis=1)][0])
@@ -221,6 +239,7 @@ class SharedMemory:
                 self._hazard("is overwritten", chunks, "write")
             if np.count_nonzero(self.reads[chunks]):
                 self._hazard("is overwritten", chunks, "read")
+            self._check_words("is overwritten", _words(offsets, width))
         self.version += 1
         self.views[values.dtype.itemsize].reshape(-1, values.shape[1])[index] = values
         self.written.reshape(-1, width)[index] = 1
@@ -251,6 +270,7 @@ class SharedMemory:
             )
         if np.count_nonzero(self.writes[chunks]):
             self._hazard(f"is read by {who}", chunks, "write")
+        self._check_words(f"is read by {who}", _words_of(chunks))
         complete = self.written_chunks[used] == _WRITTEN
         if not complete.all():
             unwritten = ~complete.all(axis=-1)
@@ -266,14 +286,30 @@ class SharedMemory:
             self._hazard(f"is overwritten by {who}", chunks, "write")
         if np.count_nonzero(self.reads[chunks]):
             self._hazard(f"is overwritten by {who}", chunks, "read")
+        self._check_words(f"is overwritten by {who}", _words_of(chunks))
         self.writes[chunks] += 1
         return self._claim(chunks, "write", who)
+
+    def begin_word_write(self, words: np.ndarray, who: str) -> Claim:
+        """`begin_write` of 4-byte words; others of their chunks may be used meanwhile."""
+        chunks = words // (CHUNK // WORD)
+        if np.count_nonzero(self.writes[chunks]):
+            self._hazard(f"is overwritten by {who}", chunks, "write")
+        if np.count_nonzero(self.reads[chunks]):
+            self._hazard(f"is overwritten by {who}", chunks, "read")
+        self._check_words(f"is overwritten by {who}", words)
+        self.word_writes[words] += 1
+        return self._claim(words, "write words", who)
 
     def end(self, claim: Claim) -> None:
         """The operation no longer needs the chunks; what it wrote has landed."""
         del self.claims[claim]
         if claim.access == "read":
             self.reads[claim.chunks] -= 1
+        elif claim.access == "write words":
+            self.version += 1
+            self.word_writes[claim.chunks] -= 1
+            self.written.reshape(-1, WORD)[claim.chunks] = 1
         else:
             self.version += 1
             self.writes[claim.chunks] -= 1
@@ -292,6 +328,16 @@ class SharedMemory:
         claim = Claim(chunks, access, who)
         self.claims[claim] = None
         return claim
+
+    def _check_words(self, what: str, words: np.ndarray) -> None:
+        """Refuses the use of 4-byte words that a small copy may still write."""
+        busy = words[self.word_writes[words] != 0]
+        if len(busy):
+            bad = int(busy[0])
+            who = next(c.who for c in self.claims if c.access == "write words" and bad in c.chunks)
+            raise AsyncHazardError(
+                f"shared offset {bad * WORD} {what} while {who} may still write it"
+            )
 
     def _hazard(self, what: str, chunks: np.ndarray, access: str) -> None:
         counts = self.writes if access == "write" else self.reads

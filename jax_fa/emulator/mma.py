@@ -6,23 +6,26 @@ import re
 
 import numpy as np
 
-from jax_fa.emulator.decode import Decoder
+from jax_fa.emulator.cta import Warp
 from jax_fa.emulator.dot import Factors, Rule, multiply_add
+from jax_fa.emulator.faults import OutOfBoundsError
 from jax_fa.emulator.loadstore import address_reader, load_at, space_of, store_at
 from jax_fa.emulator.matrix import ELEMENT_BYTES
 from jax_fa.emulator.numerics import matrix_values, split_halves
+from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import Instruction
 from jax_fa.emulator.registry import Modifiers, Run, effect
 from jax_fa.emulator.values import DTYPES, FULL, LANES, UNSIGNED
-from jax_fa.emulator.warp import Warp
 from jax_fa.emulator.wgmma import Accumulator, a_fragment
 
+ROW_BYTES = 16
+"""Of an 8 x 8 matrix of ldmatrix and stmatrix."""
 _LANE = np.arange(LANES)
 _ROW, _QUAD = _LANE // 4, _LANE % 4
 
 
 @effect("ldmatrix.sync.aligned stmatrix.sync.aligned")
-def matrix_move(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def matrix_move(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Handles ldmatrix / stmatrix m8n8.xN{.trans}.b16: lane 8j+r addresses row r of matrix j."""
     mods.need("m8n8")
     count = int(mods.need("x1 x2 x4")[1:])
@@ -36,6 +39,7 @@ def matrix_move(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     reads = [] if loads else decoder.read_all(registers, "u4")
     if len(writes or reads) != count:
         raise mods.error(f"needs {count} registers")
+    addressed = np.arange(LANES) < 8 * count
 
     # Of every lane's pair of elements in every matrix, or of its two elements when transposed: the
     # lane that holds the address of the row, and the bytes from there.
@@ -51,6 +55,8 @@ def matrix_move(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         warp.need_full(mask, ins.opcode)
         slots = warp.slots
         base = at(slots)
+        if (base[addressed] % base.dtype.type(ROW_BYTES)).any():
+            raise OutOfBoundsError(f"{ins.opcode}: rows of a matrix lie at multiples of 16 bytes")
         places = base[row_lanes] + offsets.astype(base.dtype)
         lanes = mask if mask is FULL else np.tile(mask, len(places) // LANES)
         if loads:
@@ -76,7 +82,7 @@ def b_fragment(registers: list[np.ndarray], type_: str) -> np.ndarray:
 
 
 @effect("mma.sync.aligned")
-def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def multiply(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """mma.sync.aligned.m16n8kK.row.col.D.A.B.C d, a, b, c."""
     shape = mods.left.pop(0)
     match = re.match(r"m16n8k(\d+)$", shape)
@@ -90,6 +96,9 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
     result, addend = Accumulator(decoder, d, d_type, 8), Accumulator(decoder, c, c_type, 8)
     a_reads, b_reads = decoder.read_all(a, "u4"), decoder.read_all(b, "u4")
     depth = int(match.group(1))
+    words = depth * ELEMENT_BYTES[a_type] // 16
+    if (len(a_reads), len(b_reads)) != (2 * words, words):
+        raise mods.error(f"needs {2 * words} registers of A and {words} of B")
     rule = Rule(a_type, d_type)
 
     def run(warp: Warp, mask: np.ndarray) -> None:

@@ -21,19 +21,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from jax_fa.emulator.cta import Wait, Warp
 from jax_fa.emulator.faults import UnknownInstructionError
+from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import Instruction, Vector
 
-if TYPE_CHECKING:
-    from jax_fa.emulator.decode import Decoder
-    from jax_fa.emulator.warp import Wait, Warp
-
-Run = Callable[["Warp", np.ndarray], "Wait | None"]
-Builder = Callable[["Decoder", Instruction, "Modifiers"], Run]
+Run = Callable[[Warp, np.ndarray], Wait | None]
+Builder = Callable[[OperandDecoder, Instruction, "Modifiers"], Run]
 
 
 class Pure(NamedTuple):

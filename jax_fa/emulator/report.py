@@ -1,4 +1,4 @@
-"""What a run counted."""
+"""Counters of a run."""
 
 from __future__ import annotations
 

@@ -11,12 +11,14 @@ import numpy as np
 
 # Imported for their registrations: the instruction set is spread over these files.
 from jax_fa.emulator import alu, async_copy, lanes, loadstore, mma, sync, tcgen05, wgmma
-from jax_fa.emulator.decode import Program, decode
+from jax_fa.emulator.decode import decode
 from jax_fa.emulator.launch import Launch
-from jax_fa.emulator.machine import Machine, Options
+from jax_fa.emulator.machine import Options
 from jax_fa.emulator.memory import Memory
+from jax_fa.emulator.program import Program
 from jax_fa.emulator.ptx import Module, parse
 from jax_fa.emulator.report import Report
+from jax_fa.emulator.scheduler import Scheduler
 
 INSTRUCTION_FILES = (alu, async_copy, lanes, loadstore, mma, sync, tcgen05, wgmma)
 
@@ -76,15 +78,15 @@ def emulate(
     memory = memory if isinstance(memory, Memory) else Memory(memory)
     program = _program(ptx, launch.kernel)
     with np.errstate(all="ignore"):
-        machine = Machine(program, launch, memory, seed, options or Options())
+        scheduler = Scheduler(program, launch, memory, seed, options or Options())
         with _garbage_kept():
-            machine.run()
+            scheduler.run()
     return Report(
-        machine.instructions(),
-        machine.counters,
-        machine.waits,
-        machine.registers,
-        tuple(machine.findings),
-        machine.notes,
-        machine.issued,
+        scheduler.instructions(),
+        scheduler.counters,
+        scheduler.waits,
+        scheduler.registers,
+        tuple(scheduler.findings),
+        scheduler.notes,
+        scheduler.issued,
     )

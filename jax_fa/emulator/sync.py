@@ -1,116 +1,16 @@
-"""Barriers: mbarriers, named barriers, the cluster barrier, fences and warp-level barriers."""
+"""Instructions: mbarriers, named barriers, the cluster barrier, fences, warp-level barriers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from jax_fa.emulator.barriers import Mbarrier, NamedBarrier
+from jax_fa.emulator.cta import Cta, Wait, Warp
 from jax_fa.emulator.faults import BarrierError, ProxyFenceError
+from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import Address, Immediate, Instruction, Sink
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
 from jax_fa.emulator.values import FULL, LANES
-from jax_fa.emulator.warp import Wait, Warp
-
-if TYPE_CHECKING:
-    from jax_fa.emulator.cta import Cta
-    from jax_fa.emulator.decode import Decoder
-
-
-class Mbarrier:
-    """An mbarrier object.
-
-    A phase is complete when no arrivals and no bytes are pending; then the parity flips and the
-    arrivals are due again. Bytes may be negative in between: data may land before expect_tx.
-
-    Attributes:
-      published: whether a fence after mbarrier.init showed it to the asynchronous proxy.
-    """
-
-    def __init__(self, name: str, count: int) -> None:
-        self.name = name
-        self.count = count
-        self.pending = count
-        self.bytes = 0
-        self.phase = 0
-        self.published = False
-
-    def arrive(self, count: int = 1) -> None:
-        """`count` arrivals."""
-        if count > self.pending:
-            raise BarrierError(
-                f"{self}: {count} more arrivals than the phase expects ({self.pending} pending)"
-            )
-        self.pending -= count
-        self._settle()
-
-    def expect(self, size: int) -> None:
-        """The phase shall also wait for `size` bytes."""
-        self.bytes += size
-        self._settle()
-
-    def complete(self, size: int) -> None:
-        """`size` bytes have landed."""
-        self.bytes -= size
-        self._settle()
-
-    def passed(self, parity: int) -> bool:
-        """Whether the phase of this parity is over (the current one has the other parity)."""
-        return self.phase & 1 != parity
-
-    def _settle(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.phase += 1
-            self.pending = self.count
-
-    def __str__(self) -> str:
-        return (
-            f"mbarrier {self.name} (phase {self.phase}, {self.pending} of {self.count} "
-            f"arrivals and {self.bytes} bytes pending)"
-        )
-
-
-class NamedBarrier:
-    """One of the sixteen barriers of a CTA (bar / barrier.cta)."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.arrived = 0
-        self.expected: int | None = None
-        self.generation = 0
-        self.who: list[str] = []
-
-    def arrive(self, threads: int, expected: int, who: str) -> None:
-        """`threads` threads arrive at a barrier for `expected` of them."""
-        if self.expected not in (None, expected):
-            raise BarrierError(
-                f"{self}: {who} arrives for {expected} threads, others for {self.expected}"
-            )
-        self.expected = expected
-        self.arrived += threads
-        self.who.append(who)
-        if self.arrived > expected:
-            raise BarrierError(f"{self}: more threads arrive than it is for ({self.who})")
-        if self.arrived == expected:
-            self.generation += 1
-            self.arrived, self.expected, self.who = 0, None, []
-
-    def __str__(self) -> str:
-        return f"named barrier {self.number} ({self.arrived} of {self.expected} threads)"
-
-
-class ClusterBarrier:
-    """barrier.cluster: all live threads of a cluster."""
-
-    def __init__(self) -> None:
-        self.generation = 0
-        self.arrived: set[tuple[int, int, int]] = set()
-
-    def settle(self, live: int) -> None:
-        """Opens the barrier when every live thread has arrived."""
-        if self.arrived and len(self.arrived) >= live:
-            self.generation += 1
-            self.arrived.clear()
 
 
 def mbarrier_at(warp: Warp, address: int, *, window: str = "shared::cluster") -> Mbarrier:
@@ -137,7 +37,7 @@ def signalled_mbarrier(warp: Warp, address: int) -> Mbarrier:
     return barrier
 
 
-def _lanes(decoder: Decoder, operand: Address) -> object:
+def _lanes(decoder: OperandDecoder, operand: Address) -> object:
     """Reader of a 32-bit shared address, for every lane (64-bit registers are narrowed)."""
     base, offset = decoder.read(operand.base, "u4"), np.uint32(operand.offset & 0xFFFFFFFF)
     return (lambda slots: base(slots) + offset) if operand.offset else base
@@ -150,7 +50,7 @@ def _by_address(addresses: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]
 
 
 @effect("mbarrier.init")
-def mbarrier_init(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def mbarrier_init(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """mbarrier.init [address], count."""
     mods.drop("shared shared::cta b64").done()
     at, count = _lanes(decoder, ins.operands[0]), decoder.read(ins.operands[1], "u4")
@@ -170,7 +70,7 @@ def mbarrier_init(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("mbarrier.inval")
-def mbarrier_inval(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def mbarrier_inval(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """mbarrier.inval [address]."""
     mods.drop("shared shared::cta b64").done()
     at = _lanes(decoder, ins.operands[0])
@@ -184,7 +84,7 @@ def mbarrier_inval(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @control("mbarrier.arrive mbarrier.arrive_drop mbarrier.expect_tx mbarrier.complete_tx")
-def mbarrier_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def mbarrier_arrive(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """mbarrier.arrive{.expect_tx}, .expect_tx, .complete_tx; the state result is the phase."""
     drop = "arrive_drop" in ins.opcode
     transaction = mods.take("expect_tx", "complete_tx") or (
@@ -224,7 +124,7 @@ def mbarrier_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @control("mbarrier.try_wait mbarrier.test_wait")
-def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def mbarrier_wait(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """mbarrier.{try,test}_wait{.parity}: try_wait blocks, and now and then gives up early."""
     parity = mods.take("parity")
     mods.drop("shared shared::cta b64 acquire relaxed cta cluster").done()
@@ -264,7 +164,7 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
             if not blocks:
                 return Wait(over, lambda: f"polls {waits[0][0]}", polls=True, needs=barriers)
             return None
-        warp.machine.count_wait(warp)
+        warp.machine.count_wait(warp.index)
         return Wait(
             over,
             lambda: ", ".join(
@@ -282,7 +182,7 @@ def mbarrier_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("mbarrier.pending_count")
-def mbarrier_pending_count(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def mbarrier_pending_count(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Refused: the state is opaque here."""
     raise mods.error("the state's pending count is not kept")
 
@@ -297,7 +197,7 @@ def _named(cta: Cta, number: int) -> NamedBarrier:
     "bar.sync bar.arrive bar.cta.sync bar.cta.arrive barrier.sync barrier.arrive "
     "barrier.cta.sync barrier.cta.arrive"
 )
-def named_barrier(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def named_barrier(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Named barriers: bar / barrier.cta .sync and .arrive."""
     aligned = mods.take("aligned") or ins.opcode.startswith("bar.")
     mods.done()
@@ -319,14 +219,14 @@ def named_barrier(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         warp.machine.progress += 1
         if not blocks or barrier.generation != generation:
             return None
-        warp.machine.count_wait(warp)
+        warp.machine.count_wait(warp.index)
         return Wait(lambda: barrier.generation != generation, lambda: f"waits at {barrier}")
 
     return run
 
 
 @control("barrier.cluster.arrive")
-def cluster_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def cluster_arrive(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """barrier.cluster.arrive: the threads' arrival at the cluster's barrier."""
     aligned = mods.take("aligned")
     mods.drop("release relaxed").done()
@@ -349,7 +249,7 @@ def cluster_arrive(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @control("barrier.cluster.wait")
-def cluster_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def cluster_wait(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """barrier.cluster.wait: until every live thread of the cluster has arrived."""
     aligned = mods.take("aligned")
     mods.drop("acquire").done()
@@ -365,7 +265,7 @@ def cluster_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
         generations[mask] = -1
         if cluster.barrier.generation > last:
             return None
-        warp.machine.count_wait(warp)
+        warp.machine.count_wait(warp.index)
         return Wait(
             lambda: cluster.barrier.generation > last,
             lambda: (
@@ -378,7 +278,7 @@ def cluster_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @control("bar.warp.sync")
-def warp_barrier(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def warp_barrier(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """bar.warp.sync mask: waits until every live lane of the mask is here."""
     mods.done()
     members = decoder.read(ins.operands[0], "u4")
@@ -415,7 +315,7 @@ _FENCE_SUFFIX = "acq_rel sc release acquire cta cluster gpu sys aligned sync_res
 
 
 @effect("fence membar")
-def fence(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def fence(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """fence, fence.proxy, fence.mbarrier_init: publishes generic stores to the async proxy."""
     publishes = ins.opcode.startswith("fence.proxy.async") or "proxy.alias" in ins.opcode
     shows_barriers = publishes or "mbarrier_init" in ins.opcode
@@ -437,14 +337,14 @@ def fence(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @control("nanosleep griddepcontrol")
-def pause(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def pause(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """A scheduling point without effect."""
     mods.drop("u32 wait launch_dependents").done()
     return lambda warp, mask: None
 
 
 @effect("setmaxnreg")
-def set_registers(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def set_registers(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """setmaxnreg.{inc,dec}: the warp's register budget, reported and otherwise ignored."""
     mods.need("inc dec")
     mods.drop("sync aligned u32").done()

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_fa.emulator.cta import Cta
-from jax_fa.emulator.decode import Decoder
+from jax_fa.emulator.barriers import Mbarrier
+from jax_fa.emulator.cta import Cta, InFlight, Wait, Warp
 from jax_fa.emulator.dot import Factors, Rule, multiply_add
 from jax_fa.emulator.faults import (
     OutOfBoundsError,
@@ -33,12 +33,12 @@ from jax_fa.emulator.machine import Machine, Operation
 from jax_fa.emulator.matrix import SharedOperand
 from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT
 from jax_fa.emulator.numerics import matrix_values
+from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import Address, Instruction, Register, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
-from jax_fa.emulator.sync import Mbarrier, signalled_mbarrier
+from jax_fa.emulator.sync import signalled_mbarrier
 from jax_fa.emulator.tmem import Cells, User
 from jax_fa.emulator.values import LANES
-from jax_fa.emulator.warp import InFlight, Wait, Warp
 
 
 def _group(mods: Modifiers) -> int:
@@ -138,7 +138,7 @@ class Issued:
 
 
 @control("tcgen05.alloc")
-def allocate(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def allocate(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """tcgen05.alloc [shared], columns: blocks until there is room."""
     _group(mods)
     mods.drop("sync aligned shared::cta shared b32").done()
@@ -167,7 +167,7 @@ def allocate(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("tcgen05.dealloc")
-def deallocate(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def deallocate(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """tcgen05.dealloc address, columns."""
     _group(mods)
     mods.drop("sync aligned b32").done()
@@ -182,7 +182,7 @@ def deallocate(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("tcgen05.relinquish_alloc_permit")
-def relinquish(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def relinquish(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """No further tcgen05.alloc from this CTA."""
     _group(mods)
     mods.drop("sync aligned").done()
@@ -195,7 +195,7 @@ def relinquish(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("tcgen05.fence::before_thread_sync tcgen05.fence::after_thread_sync")
-def tcgen05_fence(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def tcgen05_fence(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """Orders tcgen05 operations around thread synchronisation, which is in order here."""
     mods.done()
     return lambda warp, mask: None
@@ -228,7 +228,7 @@ _REPEATS = "x1 x2 x4 x8 x16 x32 x64 x128"
 
 
 class _Transfer(NamedTuple):
-    """What ld and st have in common."""
+    """The common part of ld and st."""
 
     shape: str
     registers: int
@@ -255,7 +255,9 @@ class _Transfer(NamedTuple):
         return cells, (lane + row, column + offset)
 
 
-def _transfer(decoder: Decoder, ins: Instruction, mods: Modifiers, address: Address) -> _Transfer:
+def _transfer(
+    decoder: OperandDecoder, ins: Instruction, mods: Modifiers, address: Address
+) -> _Transfer:
     mods.drop("sync aligned")
     shape = mods.need("32x32b 16x64b 16x128b 16x256b")
     repeat = int(mods.need(_REPEATS)[1:])
@@ -272,7 +274,7 @@ def _transfer(decoder: Decoder, ins: Instruction, mods: Modifiers, address: Addr
 
 # A control instruction, so that with strict_ld what follows is checked for its registers.
 @control("tcgen05.ld")
-def tmem_load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def tmem_load(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """tcgen05.ld.sync.aligned.shape.xN registers, [address]."""
     transfer = _transfer(decoder, ins, mods, ins.operands[1])
     target = ins.operands[0]
@@ -314,7 +316,7 @@ def tmem_load(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("tcgen05.st")
-def tmem_store(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def tmem_store(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """tcgen05.st.sync.aligned.shape.xN [address], registers."""
     transfer = _transfer(decoder, ins, mods, ins.operands[0])
     reads = decoder.read_all(ins.operands[1], "u4")
@@ -341,7 +343,7 @@ def tmem_store(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("tcgen05.wait::ld tcgen05.wait::st")
-def tmem_wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def tmem_wait(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """tcgen05.wait::ld gives registers back; wait::st makes the warp's stores visible."""
     mods.drop("sync aligned").done()
     loads = "wait::ld" in ins.opcode
@@ -399,7 +401,7 @@ def instruction_descriptor(bits: int, kind: str) -> Shape:
 
 
 def accumulator_cells(cta: Cta, address: int, rows: int, columns: int, group: int) -> list[Cells]:
-    """Where D lies in one CTA, as rectangles to be put side by side along N."""
+    """The places of D in one CTA, as rectangles to be put side by side along N."""
     lane, column = address >> 16, address & 0xFFFF
     if rows == 128:
         return [cta.tmem.cells(lane, column, 128, columns)]
@@ -440,7 +442,7 @@ class _Half:
 
 
 @effect("tcgen05.mma")
-def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def multiply(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """tcgen05.mma [d], a, b, idesc{, disabled lanes}, accumulate: A from shared or TMEM."""
     group = _group(mods)
     kind = mods.need("kind::f16 kind::tf32 kind::f8f6f4").removeprefix("kind::")
@@ -572,7 +574,7 @@ _COPY_SHAPES = {
 
 
 @effect("tcgen05.cp")
-def copy(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def copy(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """tcgen05.cp shared memory -> TMEM, without decompression."""
     group = _group(mods)
     rows, row_bytes, repeats = _COPY_SHAPES[mods.need(" ".join(_COPY_SHAPES))]
@@ -629,7 +631,7 @@ def _commit(warp: Warp, pipe: tuple, barriers: list[Mbarrier], who: str) -> None
 
 
 @control("tcgen05.commit")
-def commit(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def commit(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """tcgen05.commit: an arrival on mbarriers once everything issued before is complete."""
     group = _group(mods)
     multicast = mods.take("multicast::cluster") is not None

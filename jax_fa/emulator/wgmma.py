@@ -12,17 +12,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jax_fa.emulator.decode import Decoder
+from jax_fa.emulator.cta import InFlight, Warp
 from jax_fa.emulator.dot import Factors, Rule, hopper_rule, multiply_add
 from jax_fa.emulator.faults import AsyncHazardError, DivergenceError
 from jax_fa.emulator.layouts import Tile, matrix_descriptor
 from jax_fa.emulator.matrix import ELEMENT_BYTES, SharedOperand
 from jax_fa.emulator.memory import Claim
 from jax_fa.emulator.numerics import matrix_values
+from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import Immediate, Instruction, Register, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
 from jax_fa.emulator.values import DTYPES, UNSIGNED
-from jax_fa.emulator.warp import InFlight, Warp
 
 _ROWS = 16
 
@@ -30,7 +30,7 @@ _ROWS = 16
 class Accumulator:
     """The registers of a D fragment, and how they map to the warp's (16, N) matrix."""
 
-    def __init__(self, decoder: Decoder, vector: Vector, type_: str, columns: int) -> None:
+    def __init__(self, decoder: OperandDecoder, vector: Vector, type_: str, columns: int) -> None:
         kind = "f4" if type_ == "f32" else "u4"
         self.columns, self.half = columns, type_ == "f16"
         self.reads = decoder.read_all(vector, kind)
@@ -117,7 +117,7 @@ def _compute(warp: Warp, multiplies: list[_Multiply]) -> None:
 
 # A control instruction, so that whatever follows it is checked for the registers it holds.
 @control("wgmma.mma_async.sync.aligned")
-def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def multiply(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """wgmma.mma_async m64nNkK: D (+)= A B, A from shared memory or registers."""
     shape = mods.left.pop(0)
     match = re.match(r"m64n(\d+)k(\d+)$", shape)
@@ -186,7 +186,7 @@ def multiply(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @control("wgmma.fence.sync.aligned")
-def wgmma_fence(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def wgmma_fence(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """wgmma.fence: registers written so far may be used by wgmma.mma_async."""
     mods.done()
 
@@ -198,7 +198,7 @@ def wgmma_fence(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @effect("wgmma.commit_group.sync.aligned")
-def commit(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def commit(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """wgmma.commit_group: the multiplies issued since the last one form a group."""
     mods.done()
 
@@ -212,7 +212,7 @@ def commit(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
 
 
 @control("wgmma.wait_group.sync.aligned")
-def wait(decoder: Decoder, ins: Instruction, mods: Modifiers) -> Run:
+def wait(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """wgmma.wait_group N: all but the newest N groups are complete."""
     mods.done()
     newest = ins.operands[0].bits

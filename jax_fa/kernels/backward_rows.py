@@ -19,8 +19,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.memory import SmemAllocator
 
-from jax_fa.band import ceil_div
-from jax_fa.kernels import abi, edges, primitives, softmax, tiles
+from jax_fa.kernels import edges, fragments, primitives, softmax, tiles
+from jax_fa.spec import division
+from jax_fa.spec.band import ceil_div
 
 PREPARE_THREADS = 128
 MERGE_THREADS = 256
@@ -30,7 +31,7 @@ FLOATS = 4
 
 
 class Scratch(NamedTuple):
-    """Sums and statistics by row; ``abi.scratch_shapes``."""
+    """Sums and statistics by row; ``schema.BACKWARD_SCRATCH``."""
 
     dq_sum: cute.Tensor  # (4, D / 4 * rows, N)
     lse2: cute.Tensor  # (rows, N)
@@ -78,33 +79,21 @@ def first_row(block_q: int, sequence: Int32, q_start: Int32) -> Int32:
     return (q_start // block_q + sequence) * block_q
 
 
-def dense(pointer: cute.Pointer, heads: tuple, width: int) -> cute.Tensor:
-    """A dense [batch, length, heads, width] array as (length, width, heads, batch)."""
-    batch, length, num_heads = heads
-    row = num_heads.to(Int64) * width
-    return cute.make_tensor(
-        pointer,
-        cute.make_layout((length, width, num_heads, batch), stride=(row, 1, width, row * length)),
-    )
-
-
-def dense_stats(pointer: cute.Pointer, heads: tuple) -> cute.Tensor:
-    """A dense [batch, length, heads] array as (length, heads, batch)."""
-    batch, length, num_heads = heads
-    row = num_heads.to(Int64)
-    return cute.make_tensor(
-        pointer, cute.make_layout((length, num_heads, batch), stride=(row, 1, row * length))
-    )
-
-
-def make_scratch(pointers: tuple, extents: tuple, head_dim: int) -> Scratch:
-    """Views of scratch: ``pointers`` are (dq_sum, row_stats, dkv_sums, turns)."""
-    dq_sum, row_stats, dkv_sums, turns = pointers
-    batch, num_sequences, q_len, num_q_heads = extents
-    rows = abi.scratch_rows(batch, num_sequences, q_len)
+def make_scratch(
+    dq_sum: cute.Pointer,
+    row_stats: cute.Pointer,
+    dkv_sums: cute.Pointer,
+    turns: cute.Pointer,
+    queries: primitives.Extents,
+    num_sequences: Int32,
+    head_dim: int,
+) -> Scratch:
+    """Views of scratch."""
+    rows = division.scratch_rows(queries.batch, num_sequences, queries.length)
+    num_q_heads = queries.heads
     fours = rows.to(Int64) * (head_dim // FLOATS)
     stats = cute.make_layout((rows, num_q_heads), stride=(1, rows.to(Int64)))
-    blocks = rows // abi.TURN_ROWS
+    blocks = rows // division.TURN_ROWS
     return Scratch(
         cute.make_tensor(
             dq_sum,
@@ -129,44 +118,47 @@ def address_of(tensor: cute.Tensor) -> Int64:
 
 
 @cute.jit
-def store_rows(acc: cute.Tensor, factor: Float32, rows: cute.Tensor, at: tuple):
+def store_rows(
+    acc: cute.Tensor, factor: Float32, rows: cute.Tensor, thread: Int32, num_rows: Int32
+):
     """Writes the 64 rows of a warpgroup's accumulator times ``factor``, rounded.
 
     Args:
         acc: accumulator.
         factor: of every element.
         rows: (64, columns) view of global memory.
-        at: the thread in its warpgroup, and how many of the rows exist.
+        thread: number of the thread in its warpgroup.
+        num_rows: how many of the rows exist.
     """
-    thread, limit = at
     rounded = cute.make_rmem_tensor_like(acc, rows.element_type)
     for i in cutlass.range_constexpr(cute.size(acc)):
         acc[i] = acc[i] * factor
     primitives.narrow(acc, rounded)
-    words = primitives.pairs_by_row(rounded)
+    words = fragments.pairs_by_row(rounded)
     groups = cute.size(words, mode=[1])
     width = 4 if groups % 4 == 0 else 2
-    for r in cutlass.range_constexpr(softmax.ROWS):
-        row = primitives.row_in_tile(thread) + 8 * r
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        row = fragments.row_in_tile(thread) + 8 * r
         address = address_of(rows[row, None]) + thread % width * 16 + thread % 4 // width * 8
         for group in cutlass.range_constexpr(0, groups, width):
             own = [words[r, group + i] for i in range(width)]
-            gathered = primitives.gather_columns(own, width)
-            if row < limit:
+            gathered = fragments.gather_columns(own, width)
+            if row < num_rows:
                 target = vector_at(Int32, address + group * 16, 4 * width)
                 for i in cutlass.range_constexpr(width):
                     target[i] = gathered[i]
 
 
 @cute.jit
-def store_floats(acc: cute.Tensor, factor: Float32, rows: cute.Tensor, at: tuple):
+def store_floats(
+    acc: cute.Tensor, factor: Float32, rows: cute.Tensor, thread: Int32, num_rows: Int32
+):
     """``store_rows`` without rounding: two floats of a row at a time."""
-    thread, limit = at
-    by_row = primitives.by_row(acc)
-    for r in cutlass.range_constexpr(softmax.ROWS):
-        row = primitives.row_in_tile(thread) + 8 * r
-        if row < limit:
-            address = address_of(rows[row, None]) + primitives.first_column(thread) * 4
+    by_row = fragments.by_row(acc)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        row = fragments.row_in_tile(thread) + 8 * r
+        if row < num_rows:
+            address = address_of(rows[row, None]) + fragments.first_column(thread) * 4
             for group in cutlass.range_constexpr(cute.size(by_row, mode=[1]) // 2):
                 target = vector_at(Float32, address + group * 32, 8)
                 for i in cutlass.range_constexpr(2):
@@ -189,27 +181,27 @@ def row_block(variant: cutlass.Constexpr, rows: Rows) -> RowBlock:
     block_q = variant.config.block_q
     block, head, batch = cute.arch.block_idx()
     sequences = rows.sequences
-    left = sequences.q_len - block * block_q
+    left = sequences.rows.own - block * block_q
     found = RowBlock(
         head,
         batch,
         block * block_q,
         left,
         left,
-        first_row(block_q, batch, batch * sequences.q_len) + block * block_q,
+        first_row(block_q, batch, batch * sequences.rows.own) + block * block_q,
     )
     if const_expr(variant.key.mask == "general"):
         zero = Int32(0)
         tile = tiles.Tile(block >= 0, zero, block, head, zero, batch)
         span = tiles.locate(sequences, tile, block_q)
-        written = span.q_slot - span.first_row
-        start = span.q_start + batch * sequences.q_len
+        written = span.own_slot - span.first_row
+        start = span.own_start + batch * sequences.rows.own
         found = RowBlock(
             head,
             batch,
-            span.q_start + span.first_row,
+            span.own_start + span.first_row,
             written,
-            cutlass.min(span.q_len - span.first_row, written),
+            cutlass.min(span.own_len - span.first_row, written),
             first_row(block_q, span.sequence, start) + span.first_row,
         )
     return found
@@ -217,10 +209,10 @@ def row_block(variant: cutlass.Constexpr, rows: Rows) -> RowBlock:
 
 def num_row_blocks(variant: object, sequences: tiles.Sequences, batch: Int32) -> Int32:
     """Query blocks of a head; of packed sequences, an upper bound."""
-    blocks = ceil_div(sequences.q_len, variant.config.block_q)
+    blocks = ceil_div(sequences.rows.own, variant.config.block_q)
     if variant.key.mask == "general":
         # Each sequence, and the rows behind the last, may have a block that is partly filled.
-        blocks = blocks + tiles.is_present(sequences.cu_seqlens_q).to(Int32) * (
+        blocks = blocks + tiles.is_present(sequences.cu_seqlens.own).to(Int32) * (
             sequences.num_sequences + 1
         )
     return blocks
@@ -249,10 +241,10 @@ def prepare_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
         rows_per_pass = PREPARE_THREADS // lanes
         for i in cutlass.range_constexpr(block_q // rows_per_pass):
             row = thread // lanes + i * rows_per_pass
-            delta, lse2 = row_stats(variant, rows, at, row, lanes)
+            stats = row_stats(variant, rows, at, row, lanes)
             if thread % lanes == 0:
-                scratch.delta[at.scratch_row + row, at.head] = delta
-                scratch.lse2[at.scratch_row + row, at.head] = lse2
+                scratch.delta[at.scratch_row + row, at.head] = stats.delta
+                scratch.lse2[at.scratch_row + row, at.head] = stats.lse2
         place = at.scratch_row * (head_dim // FLOATS) + thread
         zero = cute.make_rmem_tensor((FLOATS,), Float32)
         zero.fill(0.0)
@@ -262,11 +254,18 @@ def prepare_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
             scratch.turns[at.scratch_row // block_q, at.head] = Int32(0)
 
 
+class RowStats(NamedTuple):
+    """What the main kernel needs to know of a row; ``Scratch`` holds it for all of them."""
+
+    delta: Float32
+    lse2: Float32
+
+
 @cute.jit
 def row_stats(
     variant: cutlass.Constexpr, rows: Rows, at: RowBlock, row: Int32, lanes: cutlass.Constexpr[int]
-) -> tuple:
-    """(delta, lse2) of a row, in the first of the ``lanes`` threads that share it."""
+) -> RowStats:
+    """Those of a row, in the first of the ``lanes`` threads that share it."""
     lane = cute.arch.thread_idx()[0] % lanes
     delta, lse2 = Float32(0.0), Float32.inf
     is_used = row < at.num_used
@@ -289,7 +288,7 @@ def row_stats(
             delta = Float32(0.0)
         else:
             lse2 = lse * softmax.LOG2_E
-    return delta, lse2
+    return RowStats(delta, lse2)
 
 
 @cute.jit
@@ -337,7 +336,7 @@ def round_fragments(
     consumer = cute.arch.thread_idx()[0] // edges.WARPGROUP
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
     dq_rows, dq_columns = variant.dq_shape
-    mma = primitives.make_mma(variant.dtype, dq_columns, OperandMajorMode.MN, a_in_registers=False)
+    mma = fragments.make_mma(variant.dtype, dq_columns, OperandMajorMode.MN, a_in_registers=False)
     acc = mma.make_fragment_C(mma.partition_shape_C(variant.dq_shape))
     acc.fill(0.0)
     fours = cute.size(acc) // FLOATS
@@ -351,7 +350,7 @@ def round_fragments(
     if const_expr(variant.config.splits_dq_rows):
         row, column = consumer * dq_rows, Int32(0)
     target = cute.domain_offset((at.row + row, column), rows.dq[None, None, at.head, at.batch])
-    store_rows(acc, scale, target, (thread, at.num_written - row))
+    store_rows(acc, scale, target, thread, at.num_written - row)
 
 
 @cute.jit
@@ -407,15 +406,15 @@ def sum_sinks(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
     block, head, batch = cute.arch.block_idx()
     thread = cute.arch.thread_idx()[0]
     sequences = rows.sequences
-    sequence, q_start, q_len = batch, batch * sequences.q_len, sequences.q_len
+    sequence, q_start, q_len = batch, batch * sequences.rows.own, sequences.rows.own
     is_mine = block == 0
     if const_expr(variant.key.mask == "general"):
-        if tiles.is_present(sequences.cu_seqlens_q):
+        if tiles.is_present(sequences.cu_seqlens.own):
             is_mine = block < sequences.num_sequences
             sequence = cutlass.min(block, sequences.num_sequences - 1)
-            q_start, q_end = tiles.slot_at(sequences.cu_seqlens_q, sequence, q_len)
-            q_len = q_end - q_start
-        q_len = tiles.used_of(sequences.q_lengths, sequence, q_len)
+            slot = tiles.slot_at(sequences.cu_seqlens.own, sequence, q_len)
+            q_start, q_len = slot.start, slot.end - slot.start
+        q_len = tiles.used_of(sequences.lengths.own, sequence, q_len)
     if is_mine:
         first = first_row(variant.config.block_q, sequence, q_start)
         place = sequence * cute.size(scratch.lse2, mode=[1]) + head
@@ -437,9 +436,10 @@ def sum_sinks(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
 
 
 @cute.jit
-def merge(gradients: tuple, sums: cute.Pointer, splits: Int32, stream: cuda.CUstream):
+def merge(
+    dk: cute.Tensor, dv: cute.Tensor, sums: cute.Pointer, splits: Int32, stream: cuda.CUstream
+):
     """Launches ``merge_kernel`` if groups of heads were split."""
-    dk, dv = gradients
     if splits > 1:
         fours = (cute.size(dk.shape) + cute.size(dv.shape)) // FLOATS
         merge_kernel(dk, dv, sums, splits).launch(

@@ -19,7 +19,7 @@ HAZARD: a tile waits for tiles of CTAs of a lower index, which the hardware star
 earlier tiles of its own CTA. So none waits for a tile that cannot start, however few CTAs the
 machine holds at a time. Tiles of rounds keep to it where a round is of whole heads; a head of more
 key blocks than a round has CTAs is handed out by the hardware too. In
-tests/test_backward_order.py this is computed, in tests/emulated/test_residency.py run.
+tests/test_backward_order.py this is computed, in tests/kernels/test_residency.py run.
 """
 
 from typing import Any, NamedTuple
@@ -28,9 +28,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from jax_fa.band import UNBOUNDED, Band, Blocks, Window, ceil_div, last_kv_block, q_blocks
-from jax_fa.kernels import backward_rows, segments, tiles
-from jax_fa.kernels.whole import whole_blocks
+from jax_fa.kernels import backward_rows, dense_mask, segments, tiles
+from jax_fa.kernels.dense_mask import DenseMask
+from jax_fa.kernels.unmasked import unmasked_blocks
+from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, ceil_div, last_kv_block, q_blocks
 
 ROUNDS_PER_BAND = 2
 """Tiles that a CTA gets of a band of heads, about."""
@@ -43,9 +44,9 @@ class Tma(NamedTuple):
     v: cute.CopyAtom
     q: cute.CopyAtom
     dout: cute.CopyAtom
-    kt: cute.CopyAtom | None = None
-    qt: cute.CopyAtom | None = None
-    dout_t: cute.CopyAtom | None = None
+    k_columns: cute.CopyAtom | None = None
+    q_columns: cute.CopyAtom | None = None
+    dout_columns: cute.CopyAtom | None = None
 
 
 class Arrays(NamedTuple):
@@ -57,18 +58,19 @@ class Arrays(NamedTuple):
     dout: cute.Tensor  # (T, Dv, N, B)
     dk: cute.Tensor  # (S, D, K, B)
     dv: cute.Tensor  # (S, Dv, K, B)
-    kt: cute.Tensor | None = None  # k
-    qt: cute.Tensor | None = None  # q
-    dout_t: cute.Tensor | None = None  # dout
+    k_columns: cute.Tensor | None = None  # k
+    q_columns: cute.Tensor | None = None  # q
+    dout_columns: cute.Tensor | None = None  # dout
 
 
 class Scalars(NamedTuple):
     """Run-time values that every tile shares."""
 
-    keys: tiles.Sequences  # with queries and keys exchanged: tiles are cut from keys here
+    sequences: tiles.Sequences  # tiles are cut from keys, and sweep queries
     q_offset: cute.Pointer
     q_segments: cute.Pointer
     kv_segments: cute.Pointer
+    mask: DenseMask
     window_left: Int32
     window_right: Int32
     bottom_right: Int32
@@ -84,9 +86,10 @@ class Work(NamedTuple):
     """A tile, with all that follows from it.
 
     Attributes:
-        tile: ``q_block`` counts key blocks of the sequence here.
+        tile: ``block`` counts key blocks of the sequence.
         window: the band of the sequence.
-        blocks: its query blocks.
+        blocks: its query blocks; the first and the last are visited.
+        num_blocks: how many are visited.
         is_partial: it has keys beyond the sequence.
         kv_start: first key of the sequence in the array.
         kv_slot: keys of the sequence that are written.
@@ -94,7 +97,7 @@ class Work(NamedTuple):
         scratch_row: first row of the sequence in ``Scratch``.
         first_head: its first query head.
         num_heads: its query heads.
-        num_steps: query blocks of all its heads.
+        num_steps: query blocks that are visited, of all its heads.
         first_block: the query block that its sweep begins with.
         stride: from a query block to the next: 1 in a deterministic run, else -1.
     """
@@ -102,6 +105,7 @@ class Work(NamedTuple):
     tile: tiles.Tile
     window: Window
     blocks: Blocks
+    num_blocks: Int32
     is_partial: Boolean
     kv_start: Int32
     kv_slot: Int32
@@ -143,23 +147,33 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
             tile = tiles.one_per_cta(x.order, slot, ctas)
     if const_expr(variant.is_general):
         tile = tiles.one_per_cta(x.order, slot, ctas)
-    block = x.order.num_q_blocks - 1 - tile.q_block
+    block = x.order.num_blocks - 1 - tile.block
     if x.scalars.deterministic != 0:
-        block = tile.q_block
-    return tile._replace(q_block=block)
+        block = tile.block
+    return tile._replace(block=block)
 
 
-def band_of(variant: Any, x: Any, tile: tiles.Tile) -> tuple:
-    """(tile, its span, window, query blocks); the span has queries and keys exchanged."""
+class Seen(NamedTuple):
+    """A tile, its sequence, the band of that, and the query blocks that see the tile."""
+
+    tile: tiles.Tile
+    span: tiles.Span
+    window: Window
+    blocks: Blocks
+
+
+def seen_by(variant: Any, x: Any, tile: tiles.Tile) -> Seen:
+    """By which queries ``tile`` is seen, as far as the band says."""
     config, scalars = variant.config, x.scalars
-    keys, zero = scalars.keys, Int32(0)
+    sequences, zero = scalars.sequences, Int32(0)
+    own_len, swept_len = sequences.rows
     left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
-    span = tiles.Span(tile.batch, zero, zero, keys.q_len, keys.q_len, keys.kv_len, zero, zero)
+    span = tiles.Span(tile.batch, zero, zero, own_len, own_len, swept_len, zero, zero)
     if const_expr(variant.is_general):
-        span = tiles.locate(keys, tile, config.block_kv)
-        tile = tile._replace(q_block=span.first_row // config.block_kv)
+        span = tiles.locate(sequences, tile, config.block_kv)
+        tile = tile._replace(block=span.first_row // config.block_kv)
         left, right = scalars.window_left, scalars.window_right
-    q_len, kv_len = span.kv_len, span.q_len
+    q_len, kv_len = span.swept_len, span.own_len
     aligned = Band(alignment="bottom_right").shift(q_len, kv_len)
     offset = span.q_offset
     if const_expr(not variant.is_general):
@@ -167,21 +181,20 @@ def band_of(variant: Any, x: Any, tile: tiles.Tile) -> tuple:
     window = Window(offset + scalars.bottom_right * aligned, left, right, q_len, kv_len)
     blocks = q_blocks(
         window,
-        tile.q_block * config.block_kv,
+        tile.block * config.block_kv,
         config.block_kv,
         config.block_q,
-        minimum=cutlass.min,
-        maximum=cutlass.max,
+        tiles.EXTREMES,
     )
-    return tile, span, window, blocks
+    return Seen(tile, span, window, blocks)
 
 
 @cute.jit
 def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
     """What there is to do for ``tile``. Called by whole warps."""
     config, scalars = variant.config, x.scalars
-    tile, span, window, blocks = band_of(variant, x, tile)
-    first_key = tile.q_block * config.block_kv
+    tile, span, window, blocks = seen_by(variant, x, tile)
+    first_key = tile.block * config.block_kv
     zero = Int32(0)
     if first_key >= window.kv_len:
         blocks = Blocks(zero, zero, zero, zero)
@@ -190,14 +203,24 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
             start, full_start, full_end, end = blocks
             if scalars.deterministic == 0:
                 # Turns are counted by the band, so a deterministic run visits all of it.
-                first_seen, end_seen = segments.visited(x.smem.segment_rows, config.block_q)
-                start, end = cutlass.max(start, first_seen), cutlass.min(end, end_seen)
+                visited = segments.visited(x.smem.found, config.block_q)
+                start, end = cutlass.max(start, visited.start), cutlass.min(end, visited.end)
             blocks = Blocks(start, full_start, full_end, cutlass.max(start, end))
-    blocks = whole_blocks(variant, blocks, scalars.q_segments, x.smem.segment_rows, config.block_q)
+        if dense_mask.is_present(scalars.mask):
+            start, full_start, full_end, end = blocks
+            if scalars.deterministic == 0:
+                end = cutlass.max(start, end)
+                start, end = dense_mask.narrowed(x.smem.found, segments.Stretch(start, end))
+            blocks = Blocks(start, full_start, full_end, cutlass.max(start, end))
+    num_blocks = blocks.end - blocks.start
+    if const_expr(variant.is_general):
+        if is_listed(x):
+            num_blocks = dense_mask.count_shown(x.smem.found, blocks.start, blocks.end)
+    blocks = unmasked_blocks(variant, scalars, blocks, x.smem.found, config.block_q)
     per_part = ceil_div(scalars.group, scalars.splits)
-    first = tile.q_head % scalars.splits * per_part
+    first = tile.head % scalars.splits * per_part
     num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)
-    q_start = span.kv_start
+    q_start = span.swept_start
     first_block, stride = blocks.end - 1, Int32(-1)
     if scalars.deterministic != 0:
         first_block, stride = blocks.start, Int32(1)
@@ -205,33 +228,61 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
         tile,
         window,
         blocks,
+        num_blocks,
         first_key + config.block_kv > window.kv_len,
-        span.q_start,
-        span.q_slot,
+        span.own_start,
+        span.own_slot,
         q_start,
         backward_rows.first_row(
-            config.block_q, span.sequence, q_start + tile.batch * scalars.keys.kv_len
+            config.block_q, span.sequence, q_start + tile.batch * scalars.sequences.rows.swept
         ),
         tile.kv_head * scalars.group + first,
         num_heads,
-        num_heads * (blocks.end - blocks.start),
+        num_heads * num_blocks,
         first_block,
         stride,
     )
 
 
+def is_listed(x: Any) -> Boolean:
+    """Whether a list of ``dense_mask.py`` tells which query blocks to visit.
+
+    A deterministic run visits all that the band shows, since by these it counts turns.
+    """
+    return dense_mask.is_present(x.scalars.mask) & (x.scalars.deterministic == 0)
+
+
 @cute.jit
-def find_segment_rows(variant: cutlass.Constexpr, x: Any) -> None:
-    """Narrows the tile's queries by segments, into ``smem.segment_rows``. The whole CTA calls."""
+def narrow_rows(variant: cutlass.Constexpr, x: Any) -> None:
+    """Narrows the tile's queries by segments and mask, in ``smem.found``. A CTA calls."""
     scalars, config = x.scalars, variant.config
-    tile, span, window, blocks = band_of(variant, x, tile_at(variant, x, Int32(0)))
-    keys = scalars.kv_segments + (tile.batch * scalars.keys.q_len + span.q_start)
-    rows = scalars.q_segments + (tile.batch * scalars.keys.kv_len + span.kv_start)
-    first_key = tile.q_block * config.block_kv
+    seen = seen_by(variant, x, tile_at(variant, x, Int32(0)))
+    end = cutlass.min(seen.blocks.end * config.block_q, seen.window.q_len)
+    searched = segments.Stretch(seen.blocks.start * config.block_q, end)
+    if tiles.is_present(scalars.q_segments):
+        _find_segment_rows(variant, x, seen, searched)
+    if dense_mask.is_present(scalars.mask):
+        first_head = seen.tile.kv_head * scalars.group
+        heads = dense_mask.Heads(seen.tile.batch, first_head, first_head + scalars.group)
+        first_key = seen.tile.block * config.block_kv
+        keys = segments.Stretch(first_key, first_key + config.block_kv)
+        swept = segments.Stretch(seen.blocks.start, seen.blocks.end)
+        sweep = dense_mask.Sweep(False, config.block_q, config.block_q, variant.plan.threads)
+        dense_mask.find_blocks(x.smem.found, scalars.mask, heads, keys, swept, sweep)
+
+
+@cute.jit
+def _find_segment_rows(
+    variant: cutlass.Constexpr, x: Any, seen: Seen, searched: segments.Stretch
+) -> None:
+    """Finds those of the queries ``searched`` that share a segment with the tile."""
+    scalars, config = x.scalars, variant.config
+    tile, span, window = seen.tile, seen.span, seen.window
+    keys = scalars.kv_segments + (tile.batch * scalars.sequences.rows.own + span.own_start)
+    rows = scalars.q_segments + (tile.batch * scalars.sequences.rows.swept + span.swept_start)
+    first_key = tile.block * config.block_kv
     wanted = segments.lowest_and_highest(keys, first_key, window.kv_len - 1, config.block_kv)
-    end = cutlass.min(blocks.end * config.block_q, window.q_len)
-    searched = (blocks.start * config.block_q, end)
-    segments.scan(x.smem.segment_rows, rows, searched, wanted, variant.plan.threads)
+    segments.scan(x.smem.found, rows, searched, wanted, variant.plan.threads)
 
 
 def first_step(work: Work, parity: Int32) -> Step:
@@ -240,15 +291,25 @@ def first_step(work: Work, parity: Int32) -> Step:
 
 
 @cute.jit
-def following(work: Work, at: Step) -> Step:
+def next_block(variant: cutlass.Constexpr, x: Any, work: Work, q_block: Int32) -> Int32:
+    """The query block that is visited after ``q_block``; of no meaning after the last."""
+    following = q_block + work.stride
+    if const_expr(variant.is_general):
+        if is_listed(x):
+            following = dense_mask.last_shown(x.smem.found, q_block - 1)
+    return following
+
+
+@cute.jit
+def next_step(variant: cutlass.Constexpr, x: Any, work: Work, at: Step) -> Step:
     """The step after ``at``: the next head, or the first of the next query block."""
     head = at.head + 1
     is_last = head == work.first_head + work.num_heads
-    return Step(
-        at.q_block + work.stride if is_last else at.q_block,
-        work.first_head if is_last else head,
-        1 - at.parity,
-    )
+    q_block = at.q_block + work.stride if is_last else at.q_block
+    if const_expr(variant.is_general):
+        if is_last & is_listed(x):
+            q_block = next_block(variant, x, work, at.q_block)
+    return Step(q_block, work.first_head if is_last else head, 1 - at.parity)
 
 
 def _turns_of(variant: Any, x: Any, work: Work, at: Step) -> cute.Pointer:
@@ -263,11 +324,9 @@ def await_turn(
 ):
     """Waits until all ``parts`` of every key block before this one are added: Note [Turns]."""
     config = variant.config
-    last = last_kv_block(
-        work.window, at.q_block, config.block_kv, config.block_q, minimum=cutlass.min
-    )
+    last = last_kv_block(work.window, at.q_block, config.block_kv, config.block_q, tiles.EXTREMES)
     counter = _turns_of(variant, x, work, at)
-    before = (last - work.tile.q_block) * parts
+    before = (last - work.tile.block) * parts
     taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     while taken < before:
         taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
@@ -281,28 +340,15 @@ def pass_turn(variant: cutlass.Constexpr, x: Any, work: Work, at: Step):
         cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
 
-def exchanged(sequences: tiles.Sequences) -> tiles.Sequences:
-    """``sequences`` with queries for keys and keys for queries."""
-    return tiles.Sequences(
-        sequences.kv_lengths,
-        sequences.q_lengths,
-        sequences.cu_seqlens_k,
-        sequences.cu_seqlens_q,
-        sequences.q_offset,
-        sequences.num_sequences,
-        sequences.kv_len,
-        sequences.q_len,
-    )
-
-
-def bytes_per_head(variant: Any, extents: tuple, num_sms: Int32) -> Int32:
+def bytes_per_head(
+    variant: Any, q_len: Int32, group: Int32, num_kv_blocks: Int32, num_sms: Int32
+) -> Int32:
     """Queries, dO and dQ sums of one key/value head, as the work order counts them.
 
     Capped so that a band of heads gives a CTA up to ``ROUNDS_PER_BAND`` tiles: two tiles of
     unequal length balance each other, one cannot.
     """
     key = variant.key
-    q_len, group, num_kv_blocks = extents
     size_bytes = q_len * group * (2 * (key.head_dim + key.value_dim) + 4 * key.head_dim)
     heads = cutlass.max(ROUNDS_PER_BAND * num_sms // num_kv_blocks, 1)
     return cutlass.min(size_bytes, tiles.L2_BUDGET_BYTES // heads)

@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from jax_fa.band import ceil_div
 from jax_fa.kernels import edges, softmax
+from jax_fa.spec.band import ceil_div
 
 WARPS = 4
 """Of a CTA. Each adds up every fourth part of one row."""
@@ -30,32 +30,47 @@ class Results(NamedTuple):
     lse: cute.Tensor  # (rows[, P])
 
 
-def merge(parts: tuple, whole: tuple, extents: tuple, stream: cuda.CUstream) -> None:
+class Pointers(NamedTuple):
+    """Where out and lse are."""
+
+    out: cute.Pointer
+    lse: cute.Pointer
+
+
+def merge(
+    parts: Pointers,
+    whole: Pointers,
+    rows: Int32,
+    width: int,
+    num_parts: Int32,
+    stream: cuda.CUstream,
+) -> None:
     """Launches the kernel.
 
     Args:
-        parts: pointers to float32 out [P, rows, Dv] and lse [P, rows].
-        whole: pointers to out [rows, Dv] and float32 lse [rows].
-        extents: (rows, Dv, P).
+        parts: float32 out [P, rows, Dv] and lse [P, rows].
+        whole: out [rows, Dv] and float32 lse [rows].
+        rows: query rows of all heads.
+        width: Dv.
+        num_parts: P.
         stream: to launch on.
     """
-    rows, width, num_parts = extents
     quads = width // FLOATS
     of_part = rows.to(Int64)
     part_results = Results(
         cute.make_tensor(
-            parts[0],
+            parts.out,
             cute.make_layout(
                 (FLOATS, quads, rows, num_parts), stride=(1, FLOATS, width, of_part * width)
             ),
         ),
-        cute.make_tensor(parts[1], cute.make_layout((rows, num_parts), stride=(1, of_part))),
+        cute.make_tensor(parts.lse, cute.make_layout((rows, num_parts), stride=(1, of_part))),
     )
     results = Results(
         cute.make_tensor(
-            whole[0], cute.make_layout((FLOATS, quads, rows), stride=(1, FLOATS, width))
+            whole.out, cute.make_layout((FLOATS, quads, rows), stride=(1, FLOATS, width))
         ),
-        cute.make_tensor(whole[1], cute.make_layout((rows,))),
+        cute.make_tensor(whole.lse, cute.make_layout((rows,))),
     )
     kernel(part_results, results).launch(
         grid=(rows, 1, 1), block=(WARPS * edges.WARP, 1, 1), stream=stream

@@ -18,14 +18,17 @@ what the same role of the other sends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 WARP = 32
 WARPGROUP = 128
 WARPS_PER_GROUP = WARPGROUP // WARP
 REGISTERS_PER_SM = 65536
 NAMED_BARRIERS = 16
+SMEM_CAPACITY_BYTES = 227 * 1024
+"""Shared memory that a CTA may have, on every family."""
 MBARRIER_BYTES = 8
 TMEM_COLS = 512
 LEADER = 0
@@ -78,8 +81,9 @@ class Edge:
         producer: role that fills it.
         consumer: role that drains it.
         stages: buffers in the ring.
-        stage_bytes: what one TMA load adds to the full barrier; a pair's CTAs add as much each.
-        full: what a passed full barrier promises the consumer.
+        stage_bytes: what one TMA load adds to the full barrier; a pair's CTAs add as much each. 0
+            where TMA does not fill it.
+        full: what a passed full barrier promises the consumer; every edge says it.
         empty: what a passed empty barrier promises the producer; "" if another edge makes that
             promise, so that nobody arrives or waits here.
         kind: who fills and who drains it (``BY_HARDWARE``).
@@ -88,10 +92,10 @@ class Edge:
     data: str
     producer: str
     consumer: str
-    stages: int
-    stage_bytes: int
-    full: str
-    empty: str
+    stages: int = 1
+    stage_bytes: int = 0
+    full: str = ""
+    empty: str = ""
     kind: EdgeKind = "tma"
 
 
@@ -143,7 +147,6 @@ class Plan:
     edges: tuple[Edge, ...]
     buffers: tuple[Buffer, ...]
     barriers: tuple[NamedBarrier, ...]
-    smem_capacity_bytes: int
     tmem: tuple[TmemRange, ...] = ()
     ctas: int = 1
 
@@ -190,7 +193,7 @@ class Plan:
         return buffers + MBARRIER_BYTES * self.num_mbarriers
 
 
-def _named(items: tuple[Any, ...], field: str, name: str) -> Any:
+def _named(items: Sequence[Any], field: str, name: str) -> Any:
     for item in items:
         if getattr(item, field) == name:
             return item
@@ -219,8 +222,8 @@ def check(plan: Plan) -> None:
     if len(warps) % WARPS_PER_GROUP:
         raise PlanError(f"setmaxnreg works on warpgroups, not on {len(warps)} warps")
     _check_registers(plan)
-    if plan.smem_bytes > plan.smem_capacity_bytes:
-        raise PlanError(f"{plan.smem_bytes} bytes of smem of {plan.smem_capacity_bytes}")
+    if plan.smem_bytes > SMEM_CAPACITY_BYTES:
+        raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
     for buffer in plan.buffers:
         if buffer.alias_of is not None:
             host = _named(plan.buffers, "name", buffer.alias_of)
@@ -228,6 +231,8 @@ def check(plan: Plan) -> None:
                 raise PlanError(f"{buffer.name} is larger than {host.name}, which it overlays")
     for edge in plan.edges:
         plan.role(edge.producer), plan.role(edge.consumer)
+        if not edge.full:
+            raise PlanError(f"{edge.data}: a passed full barrier has to promise something")
     _check_pair(plan)
     _check_tmem(plan)
     indices = [barrier.index for barrier in plan.barriers]
@@ -300,8 +305,10 @@ def ledger(plan: Plan) -> str:
 
     Double arrows cross the pair.
     """
+    width = max(len(role.name) for role in plan.roles)
     lines = [
-        f"{role.name:9s} warps {role.warps.start}-{role.warps.stop - 1}  {role.registers} registers"
+        f"{role.name:{width}s}  warps {role.warps.start}-{role.warps.stop - 1}"
+        + f"  {role.registers} registers"
         + (f"  first of {plan.ctas} CTAs only" if role.leader_only else "")
         for role in plan.roles
     ]
@@ -321,12 +328,19 @@ def ledger(plan: Plan) -> str:
         where = f" over {cols.alias_of}: {cols.why}" if cols.alias_of else ""
         lines.append(f"tmem {cols.name} columns {cols.start} to {cols.end - 1}{where}")
     lines += [f"barrier {b.index} {b.name} ({b.threads}): {b.meaning}" for b in plan.barriers]
-    lines.append(f"smem {plan.smem_bytes} of {plan.smem_capacity_bytes} bytes")
+    lines.append(f"smem {plan.smem_bytes} of {SMEM_CAPACITY_BYTES} bytes")
     return "\n".join(lines)
 
 
-def make_edge(plan: Plan, data: str, barrier_storage: Any) -> tuple[Any, Any]:
-    """Initialises the mbarriers of edge ``data``; returns its (producer, consumer) handles.
+class Ends(NamedTuple):
+    """The handles by which an edge is filled and drained."""
+
+    producer: Any
+    consumer: Any
+
+
+def make_edge(plan: Plan, data: str, barrier_storage: Any) -> Ends:
+    """Initialises the mbarriers of edge ``data``; returns its ends.
 
     ``barrier_storage`` points at ``2 * stages`` mbarriers in shared memory. The caller fences and
     synchronises once after making all edges.
@@ -366,4 +380,4 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> tuple[Any, Any]:
             producer_mask=BOTH_CTAS if "full" in by_hardware else LEADER,
             consumer_mask=BOTH_CTAS if "empty" in by_hardware else LEADER,
         )
-    return ring.make_participants()
+    return Ends(*ring.make_participants())

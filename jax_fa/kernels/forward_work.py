@@ -11,10 +11,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from jax_fa.band import UNBOUNDED, Band, Blocks, Window, kv_blocks, part_of
-from jax_fa.config import KernelKey
-from jax_fa.kernels import abi, edges, primitives, segments, tiles
-from jax_fa.kernels.whole import whole_blocks
+from jax_fa.kernels import dense_mask, edges, primitives, segments, tiles
+from jax_fa.kernels.dense_mask import DenseMask
+from jax_fa.kernels.unmasked import unmasked_blocks
+from jax_fa.spec import division
+from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, kv_blocks, part_of
+from jax_fa.spec.key import KernelKey
 
 
 class Variant(NamedTuple):
@@ -64,7 +66,7 @@ class Arrays(NamedTuple):
 
 
 class Granules(NamedTuple):
-    """The query array for TMA to copy ``abi.GRANULE`` rows at a time."""
+    """The query array for TMA to copy ``division.GRANULE`` rows at a time."""
 
     tma: cute.CopyAtom
     q: cute.Tensor  # (T, D, N, B)
@@ -83,16 +85,27 @@ class Scalars(NamedTuple):
     sinks: cute.Pointer
     q_segments: cute.Pointer
     kv_segments: cute.Pointer
+    mask: DenseMask
     num_splits: Int32  # parts of the keys; of no meaning where they are not split
 
 
 class Work(NamedTuple):
-    """A tile with all that follows from it; of its key blocks, those of part ``split``."""
+    """A tile with all that follows from it; of its key blocks, those of part ``split``.
+
+    Attributes:
+        tile: the tile.
+        span: its sequence.
+        window: the band of that.
+        blocks: its key blocks; the first and the last are visited.
+        num_blocks: how many are visited, at least one.
+        split: number of the part.
+    """
 
     tile: tiles.Tile
     span: tiles.Span
     window: Window
     blocks: Blocks
+    num_blocks: Int32
     split: Int32
 
 
@@ -109,7 +122,7 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
         tile = tiles.longest_first(x.order, slot)
     else:
         tile = tiles.longest_first(x.order, slot)
-        if tiles.is_present(x.scalars.q_segments):
+        if dense_mask.narrows(x.scalars):
             tile = tiles.one_per_cta(x.order, slot)
     return tile
 
@@ -123,64 +136,88 @@ def positions_of_tile(variant: Variant, x: Any) -> Int32 | int:
 def span_of(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> tiles.Span:
     """The sequence of a tile. Called by whole warps."""
     sequences, zero = x.scalars.sequences, Int32(0)
-    q_len, kv_len = sequences.q_len, sequences.kv_len
+    own_len, swept_len = sequences.rows
     positions = positions_of_tile(variant, x)
-    first_row = tile.q_block * positions
-    span = tiles.Span(tile.batch, zero, zero, q_len, q_len, kv_len, zero, first_row)
+    first_row = tile.block * positions
+    span = tiles.Span(tile.batch, zero, zero, own_len, own_len, swept_len, zero, first_row)
     if const_expr(variant.is_general):
         span = tiles.locate(sequences, tile, positions)
     return span
 
 
-def band_of(variant: Variant, x: Any, span: tiles.Span) -> tuple[Window, Blocks]:
+class Seen(NamedTuple):
     """The keys that the rows of a tile see, and the blocks that hold them."""
+
+    window: Window
+    blocks: Blocks
+
+
+def seen_from(variant: Variant, x: Any, span: tiles.Span) -> Seen:
+    """What the tile sees that ``span`` is about, as far as the band says."""
     scalars, config = x.scalars, variant.config
     left, right = scalars.window_left, scalars.window_right
     if not variant.is_general:
         left, right = UNBOUNDED, 0 if variant.key.mask == "causal" else UNBOUNDED
-    aligned = Band(alignment="bottom_right").shift(span.q_len, span.kv_len)
+    aligned = Band(alignment="bottom_right").shift(span.own_len, span.swept_len)
     shift = span.q_offset + scalars.bottom_right * aligned
-    window = Window(shift, left, right, span.q_len, span.kv_len)
+    window = Window(shift, left, right, span.own_len, span.swept_len)
     blocks = kv_blocks(
         window,
         span.first_row,
         positions_of_tile(variant, x),
         config.block_kv,
-        minimum=cutlass.min,
-        maximum=cutlass.max,
+        tiles.EXTREMES,
     )
-    return window, blocks
+    return Seen(window, blocks)
 
 
 @cute.jit
 def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
     """What there is to do for ``tile``. Called by whole warps."""
-    block_kv, ids = variant.config.block_kv, x.scalars.q_segments
+    block_kv, scalars = variant.config.block_kv, x.scalars
     span = span_of(variant, x, tile)
-    window, blocks = band_of(variant, x, span)
+    window, blocks = seen_from(variant, x, span)
     start, full_start, full_end, end = blocks
     if const_expr(variant.is_general):
-        if tiles.is_present(ids):
-            first_seen, end_seen = segments.visited(x.smem.segment_keys, block_kv)
-            start, end = cutlass.max(start, first_seen), cutlass.min(end, end_seen)
+        if tiles.is_present(scalars.q_segments):
+            visited = segments.visited(x.smem.found, block_kv)
+            start, end = cutlass.max(start, visited.start), cutlass.min(end, visited.end)
+        if dense_mask.is_present(scalars.mask):
+            start, end = dense_mask.narrowed(x.smem.found, segments.Stretch(start, end))
     blocks = Blocks(start, full_start, full_end, end)
-    blocks = whole_blocks(variant, blocks, ids, x.smem.segment_keys, block_kv)
+    blocks = unmasked_blocks(variant, scalars, blocks, x.smem.found, block_kv)
     start, full_start, full_end, end = blocks
     split = Int32(0)
     if const_expr(variant.is_split):
         # The order counts every part of a tile as a head of its own.
-        split = tile.q_head % x.scalars.num_splits
-        tile = tile._replace(q_head=tile.q_head // x.scalars.num_splits)
+        split = tile.head % x.scalars.num_splits
+        tile = tile._replace(head=tile.head // x.scalars.num_splits)
         start, full_start, full_end, end = part_of(
             Blocks(start, full_start, full_end, end),
             split,
             x.scalars.num_splits,
-            minimum=cutlass.min,
-            maximum=cutlass.max,
+            tiles.EXTREMES,
         )
+        if dense_mask.is_present(scalars.mask):
+            start, end = dense_mask.narrowed(x.smem.found, segments.Stretch(start, end))
+    num_blocks = end - start
+    if const_expr(variant.is_general):
+        if dense_mask.is_present(scalars.mask):
+            num_blocks = dense_mask.count_shown(x.smem.found, start, end)
     # A tile without keys works on one block, all of it masked: no path of its own.
-    end = cutlass.max(end, start + 1)
-    return Work(tile, span, window, Blocks(start, full_start, full_end, end), split)
+    end, num_blocks = cutlass.max(end, start + 1), cutlass.max(num_blocks, 1)
+    blocks = Blocks(start, full_start, full_end, end)
+    return Work(tile, span, window, blocks, num_blocks, split)
+
+
+@cute.jit
+def below(variant: cutlass.Constexpr, x: Any, block: Int32) -> Int32:
+    """The block that is visited after ``block``; of no meaning after the last."""
+    following = block - 1
+    if const_expr(variant.is_general):
+        if dense_mask.is_present(x.scalars.mask):
+            following = dense_mask.last_shown(x.smem.found, following)
+    return following
 
 
 @cute.jit
@@ -204,67 +241,77 @@ def batch_of_part(variant: Variant, x: Any, work: Work) -> Int32:
 
 
 @cute.jit
-def find_segment_keys(variant: cutlass.Constexpr, x: Any) -> None:
-    """Narrows the tile's keys by segments, into ``smem.segment_keys``. The whole CTA calls."""
-    scalars, sequences, config = x.scalars, x.scalars.sequences, variant.config
+def narrow_keys(variant: cutlass.Constexpr, x: Any) -> None:
+    """Narrows the tile's keys by segments and mask, in ``smem.found``. A CTA calls."""
+    scalars, config = x.scalars, variant.config
     tile = tile_at(variant, x, Int32(0))
     span = span_of(variant, x, tile)
-    _, blocks = band_of(variant, x, span)
-    rows = scalars.q_segments + (tile.batch * sequences.q_len + span.q_start)
-    keys = scalars.kv_segments + (tile.batch * sequences.kv_len + span.kv_start)
-    last = span.q_slot - 1
+    blocks = seen_from(variant, x, span).blocks
+    end = cutlass.min(blocks.end * config.block_kv, span.swept_len)
+    searched = segments.Stretch(blocks.start * config.block_kv, end)
+    if tiles.is_present(scalars.q_segments):
+        _find_segment_keys(variant, x, tile, span, searched)
+    if dense_mask.is_present(scalars.mask):
+        head = tile.head
+        if const_expr(variant.is_split):
+            head = head // scalars.num_splits
+        heads = dense_mask.Heads(tile.batch, head, head + 1)
+        if const_expr(config.packs_heads):
+            first = tile.kv_head * x.packing.group + head % x.packing.units * x.packing.heads
+            heads = dense_mask.Heads(tile.batch, first, first + x.packing.heads)
+        positions = positions_of_tile(variant, x)
+        rows = segments.Stretch(span.first_row, span.first_row + positions)
+        swept = segments.Stretch(blocks.start, blocks.end)
+        sweep = dense_mask.Sweep(True, config.block_kv, config.block_q, variant.plan.threads)
+        dense_mask.find_blocks(x.smem.found, scalars.mask, heads, rows, swept, sweep)
+
+
+@cute.jit
+def _find_segment_keys(
+    variant: cutlass.Constexpr,
+    x: Any,
+    tile: tiles.Tile,
+    span: tiles.Span,
+    searched: segments.Stretch,
+) -> None:
+    """Finds those of the keys ``searched`` that share a segment with the tile."""
+    scalars, sequences, config = x.scalars, x.scalars.sequences, variant.config
+    rows = scalars.q_segments + (tile.batch * sequences.rows.own + span.own_start)
+    keys = scalars.kv_segments + (tile.batch * sequences.rows.swept + span.swept_start)
+    last = span.own_slot - 1
     if const_expr(config.packs_heads):
         last = cutlass.min(last, span.first_row + x.packing.positions - 1)
     wanted = segments.lowest_and_highest(rows, span.first_row, last, config.block_q)
-    end = cutlass.min(blocks.end * config.block_kv, span.kv_len)
-    searched = (blocks.start * config.block_kv, end)
-    segments.scan(x.smem.segment_keys, keys, searched, wanted, variant.plan.threads)
+    segments.scan(x.smem.found, keys, searched, wanted, variant.plan.threads)
 
 
 def row_of_tile(variant: Variant, x: Any, work: Work, row: Int32) -> tiles.RowAt:
     """What row ``row`` of a tile is about."""
     if variant.config.packs_heads:
         return tiles.row_at(x.packing, work.tile, work.span.first_row, row)
-    return tiles.RowAt(work.span.first_row + row, work.tile.q_head, Boolean(True))
+    return tiles.RowAt(work.span.first_row + row, work.tile.head, Boolean(True))
 
 
 @cute.jit
 def load_granules(
-    variant: cutlass.Constexpr, x: Any, work: Work, at: tuple, barrier: cute.Pointer
+    variant: cutlass.Constexpr,
+    x: Any,
+    work: Work,
+    first: int,
+    stage: Int32,
+    barrier: cute.Pointer,
 ) -> None:
     """A stage of queries of several heads, piece by piece; beyond the array TMA fills with zeros.
 
-    ``at`` is (first row of the tile, stage).
+    ``first`` is the row of the tile at which the stage starts.
     """
-    first, stage = at
     sQ = cute.make_tensor(x.smem.q.iterator, primitives.by_granules(x.smem.q.layout))
-    shape = (abi.GRANULE, variant.key.head_dim)
+    shape = (division.GRANULE, variant.key.head_dim)
     for g in cutlass.range(cute.size(sQ, mode=[2]), unroll=1):
-        row = tiles.row_at(x.packing, work.tile, work.span.first_row, first + g * abi.GRANULE)
+        row = tiles.row_at(x.packing, work.tile, work.span.first_row, first + g * division.GRANULE)
         rows = x.granules.q[None, None, row.head, work.tile.batch]
-        rows = cute.domain_offset((work.span.q_start + row.position, 0), rows)
+        rows = cute.domain_offset((work.span.own_start + row.position, 0), rows)
         target, source = primitives.tma_views(
             x.granules.tma, sQ, cute.local_tile(rows, shape, (None, 0))
         )
         cute.copy(x.granules.tma, source[None, 0], target[None, g, stage], tma_bar_ptr=barrier)
-
-
-@cute.jit
-def load_partial_v(
-    variant: cutlass.Constexpr, x: Any, copied: tuple, used: Int32, slot: Any, phase: Int32
-) -> None:
-    """A stage of values, of which only the first ``used`` rows are the sequence's.
-
-    The others become zero: P is 0 for absent keys, but 0 * NaN is not. The detour over a barrier of
-    its own is taken for the newest block of a tile at most.
-    """
-    rows = cute.size(x.smem.v, mode=[0])
-    size_bytes = rows * variant.key.value_dim * variant.dtype.width // 8
-    source, target = copied
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(x.smem.scrub, size_bytes)
-    cute.copy(x.tma.v, source, target, tma_bar_ptr=x.smem.scrub)
-    cute.arch.mbarrier_wait(x.smem.scrub, phase)
-    primitives.scrub_rows(x.smem.v[None, None, slot.index], used)
-    with cute.arch.elect_one():
-        primitives.complete_tx(slot.barrier, size_bytes)

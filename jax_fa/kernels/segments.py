@@ -9,17 +9,33 @@ The CTA scans together, once for its tile; the result is ``WORDS`` integers of s
 match, last match + 1, the number of matches, or 0 if the tile has several segments, and a 0.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from jax_fa.band import MAX_LENGTH, ceil_div
 from jax_fa.kernels import edges, tiles
+from jax_fa.spec.band import MAX_LENGTH, ceil_div
 
 WORDS = 4
-"""One more than are used: the compiler reads three as a vector of four."""
+"""Words of shared memory; those of ``dense_mask.py`` lie behind them."""
 _NONE = 0x7FFFFFFF
 """No segment is larger: a minimum starts from it, and of no elements at all nothing is between."""
+
+
+class Ids(NamedTuple):
+    """The segments from one to another."""
+
+    lowest: Int32
+    highest: Int32
+
+
+class Stretch(NamedTuple):
+    """Elements, or blocks of them, from ``start`` to before ``end``."""
+
+    start: Int32
+    end: Int32
 
 
 def reset(found: cute.Tensor) -> None:
@@ -33,7 +49,7 @@ def reset(found: cute.Tensor) -> None:
 @cute.jit
 def lowest_and_highest(
     ids: cute.Pointer, first: Int32, last: Int32, rows: cutlass.Constexpr[int]
-) -> tuple:
+) -> Ids:
     """The range of ``ids[first : first + rows]``, nothing beyond ``last``. Whole warps call."""
     lowest, highest = Int32(_NONE), Int32(-_NONE - 1)
     if last >= 0:
@@ -41,25 +57,25 @@ def lowest_and_highest(
             at = cutlass.min(first + cute.arch.lane_idx() + i * edges.WARP, last)
             segment = tiles.element(ids, at)
             lowest, highest = cutlass.min(lowest, segment), cutlass.max(highest, segment)
-    return cute.arch.warp_redux_sync(lowest, "min"), cute.arch.warp_redux_sync(highest, "max")
+    return Ids(cute.arch.warp_redux_sync(lowest, "min"), cute.arch.warp_redux_sync(highest, "max"))
 
 
 @cute.jit
 def scan(
     found: cute.Tensor,
     ids: cute.Pointer,
-    searched: tuple[Int32, Int32],
-    wanted: tuple[Int32, Int32],
+    searched: Stretch,
+    wanted: Ids,
     threads: cutlass.Constexpr[int],
 ) -> None:
-    """Looks for segments from ``wanted[0]`` to ``wanted[1]`` in ``ids[searched[0]:searched[1]]``.
+    """Looks for the segments ``wanted`` among those ``searched`` of ``ids``.
 
     All ``threads`` of the CTA call; a barrier must follow before ``found`` is read.
     """
     lowest, highest = wanted
     first, end, number = Int32(MAX_LENGTH), Int32(0), Int32(0)
-    start = searched[0] + cute.arch.thread_idx()[0]
-    for at in cutlass.range(start, searched[1], threads, unroll=8):
+    start = searched.start + cute.arch.thread_idx()[0]
+    for at in cutlass.range(start, searched.end, threads, unroll=8):
         segment = tiles.element(ids, at)
         if (segment >= lowest) & (segment <= highest):
             first, end, number = cutlass.min(first, at), at + 1, number + 1
@@ -72,14 +88,14 @@ def scan(
         cute.arch.atomic_add(found.iterator + 2, number, scope="cta")
 
 
-def visited(found: cute.Tensor, size: int) -> tuple[Int32, Int32]:
+def visited(found: cute.Tensor, size: int) -> Stretch:
     """Blocks of ``size`` elements from the first that holds a match to the last + 1."""
-    return found[0] // size, ceil_div(found[1], size)
+    return Stretch(found[0] // size, ceil_div(found[1], size))
 
 
 @cute.jit
-def alike(found: cute.Tensor, size: cutlass.Constexpr[int]) -> tuple[Int32, Int32]:
+def alike(found: cute.Tensor, size: cutlass.Constexpr[int]) -> Stretch:
     """Blocks of ``size`` elements that share one segment with the whole tile; may be empty."""
     first, end = ceil_div(found[0], size), found[1] // size
     is_one_run = found[2] == found[1] - found[0]
-    return first, cutlass.max(end if is_one_run else first, first)
+    return Stretch(first, cutlass.max(end if is_one_run else first, first))

@@ -1,13 +1,14 @@
 """Tiles, the order in which they are worked on, and the sequences they belong to.
 
-A tile is ``block_q`` query rows of one head of one sequence. Persistent kernels give CTA ``c`` of
-``C`` the positions c, c + C, c + 2 C, ... of an order; every role walks it by itself, so no role
-tells another what comes next.
+A tile is a block of rows of one head of one sequence: of queries in the forward, of keys in the
+backward. That side is the tile's *own*; blocks of the other pass by, the side that is *swept*.
+Persistent kernels give CTA ``c`` of ``C`` the positions c, c + C, c + 2 C, ... of an order; every
+role walks it by itself, so no role tells another what comes next.
 
-* ``row_order``: the q blocks of a head, then the next head: for work where all tiles cost the same.
-* ``cluster_order``: the same for clusters of CTAs that share keys and values.
-* ``longest_first``: heads in bands whose keys and values fit the L2 cache together; in a band,
-  the last q block of every head, then the one before it. Under a causal mask costs fall along this
+* ``row_order``: the blocks of a head, then the next head: for work where all tiles cost the same.
+* ``cluster_order``: the same for clusters of CTAs that share what they sweep.
+* ``longest_first``: heads in bands whose swept sides fit the L2 cache together; in a band,
+  the last block of every head, then the one before it. Under a causal mask costs fall along this
   order, so every second round runs backwards: the CTA with the longest tile of one round has the
   shortest of the next (LPT scheduling; FlashAttention-4 reports 4 to 14 % from it on H200).
 * ``one_per_cta``: the order of ``longest_first``, one tile for each CTA of the grid, left to the
@@ -30,36 +31,44 @@ the first border is in one tile. Lengths and offsets are clamped where they are 
 through ascending borders that is one vote for 32 of them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from jax_fa.band import MAX_OFFSET
 from jax_fa.kernels import edges
-from jax_fa.kernels.abi import GRANULE
+from jax_fa.spec.band import MAX_OFFSET, Extremes
+from jax_fa.spec.division import GRANULE, Packing
 
 L2_BUDGET_BYTES = 32 << 20
-"""Keys and values that one band of heads may occupy: most of the 50 MB L2 of an H100."""
+"""What the swept side of one band of heads may occupy: most of the 50 MB L2 of an H100."""
+
+
+EXTREMES = Extremes(cutlass.min, cutlass.max)
+"""Of traced integers, for ``band.py``."""
 
 
 class Order(NamedTuple):
     """The run-time extents of a work order, the same for all CTAs.
 
+    A head of an order is what it cuts into tiles by itself: in the forward a query head, or as much
+    of a group as packed tiles hold, times the parts of split keys; in the backward a part of the
+    query heads of a key/value head.
+
     Attributes:
-        num_heads: query heads of all batches.
-        num_q_heads: query heads of one batch.
-        group: query heads per key/value head.
-        num_q_blocks: q blocks of a head.
+        num_heads: heads of all batches.
+        heads_per_batch: heads of one batch.
+        group: heads per key/value head.
+        num_blocks: blocks of a head.
         heads_per_band: heads that share the L2 cache.
         rounds: rounds that a full band of heads takes.
         num_slots: rounds of all bands.
     """
 
     num_heads: Int32
-    num_q_heads: Int32
+    heads_per_batch: Int32
     group: Int32
-    num_q_blocks: Int32
+    num_blocks: Int32
     heads_per_band: Int32
     rounds: Int32
     num_slots: Int32
@@ -67,39 +76,56 @@ class Order(NamedTuple):
 
 def make_order(
     num_heads: Int32,
-    num_q_heads: Int32,
+    heads_per_batch: Int32,
     group: Int32,
-    num_q_blocks: Int32,
-    kv_bytes_per_head: Int32,
+    num_blocks: Int32,
+    swept_bytes_per_head: Int32,
     num_ctas: Int32,
 ) -> Order:
-    """The work order of ``num_heads * num_q_blocks`` tiles on ``num_ctas`` CTAs."""
-    in_cache = L2_BUDGET_BYTES // cutlass.max(kv_bytes_per_head, 1)
-    # CTAs that a band leaves idle wait for it: few queries over many keys would run one by one.
+    """The work order of ``num_heads * num_blocks`` tiles on ``num_ctas`` CTAs."""
+    in_cache = L2_BUDGET_BYTES // cutlass.max(swept_bytes_per_head, 1)
+    # CTAs that a band leaves idle wait for it: short heads that sweep far would run one by one.
     heads_per_band = cutlass.min(
-        num_heads, cutlass.max(in_cache, cute.ceil_div(num_ctas, num_q_blocks))
+        num_heads, cutlass.max(in_cache, cute.ceil_div(num_ctas, num_blocks))
     )
-    rounds = cute.ceil_div(heads_per_band * num_q_blocks, num_ctas)
+    rounds = cute.ceil_div(heads_per_band * num_blocks, num_ctas)
     num_slots = cute.ceil_div(num_heads, heads_per_band) * rounds
-    return Order(num_heads, num_q_heads, group, num_q_blocks, heads_per_band, rounds, num_slots)
+    return Order(num_heads, heads_per_batch, group, num_blocks, heads_per_band, rounds, num_slots)
+
+
+class Grid(NamedTuple):
+    """The work order of a kernel, and how many CTAs to launch for it."""
+
+    order: Order
+    num_ctas: Int32
 
 
 class Tile(NamedTuple):
-    """One tile: where it is, and its position in its CTA's list."""
+    """One tile.
+
+    Attributes:
+        is_valid: there is such a tile.
+        slot: its position in its CTA's list.
+        block: its number among those of its head.
+        head: its head in its batch, of those that the order counts.
+        kv_head: the key/value head that this belongs to.
+        batch: its batch.
+    """
 
     is_valid: Boolean
     slot: Int32
-    q_block: Int32
-    q_head: Int32
+    block: Int32
+    head: Int32
     kv_head: Int32
     batch: Int32
 
 
-def _tile(order: Order, slot: Int32, is_valid: Boolean, head: Int32, q_block: Int32) -> Tile:
+def _tile(order: Order, slot: Int32, is_valid: Boolean, head: Int32, block: Int32) -> Tile:
     # An invalid tile may lie anywhere, but what is read about its sequence must exist.
     head = cutlass.min(head, order.num_heads - 1)
-    q_head = head % order.num_q_heads
-    return Tile(is_valid, slot, q_block, q_head, q_head // order.group, head // order.num_q_heads)
+    in_batch = head % order.heads_per_batch
+    kv_head, batch = in_batch // order.group, head // order.heads_per_batch
+    return Tile(is_valid, slot, block, in_batch, kv_head, batch)
 
 
 def rank_in_cluster(ctas: int) -> Int32 | int:
@@ -107,11 +133,18 @@ def rank_in_cluster(ctas: int) -> Int32 | int:
     return 0 if ctas == 1 else cute.arch.block_idx()[0] % ctas
 
 
-def _clusters(ctas: int) -> tuple[Int32, Int32]:
-    """Number of this CTA's cluster of ``ctas``, and how many there are."""
+class Clusters(NamedTuple):
+    """The clusters of a grid: which of them this CTA is in, and how many there are."""
+
+    own: Int32
+    number: Int32
+
+
+def _clusters(ctas: int) -> Clusters:
+    """Those of ``ctas`` CTAs each."""
     cta, *_ = cute.arch.block_idx()
     num_ctas, *_ = cute.arch.grid_dim()
-    return (cta, num_ctas) if ctas == 1 else (cta // ctas, num_ctas // ctas)
+    return Clusters(cta, num_ctas) if ctas == 1 else Clusters(cta // ctas, num_ctas // ctas)
 
 
 def row_order(order: Order, slot: Int32, ctas: int = 1) -> Tile:
@@ -119,14 +152,14 @@ def row_order(order: Order, slot: Int32, ctas: int = 1) -> Tile:
 
     Where ``ctas`` CTAs of a cluster share every tile, those of the cluster.
     """
-    cta, num_ctas = _clusters(ctas)
-    index = slot * num_ctas + cta
+    clusters = _clusters(ctas)
+    index = slot * clusters.number + clusters.own
     return _tile(
         order,
         slot,
-        index < order.num_heads * order.num_q_blocks,
-        index // order.num_q_blocks,
-        order.num_q_blocks - 1 - index % order.num_q_blocks,
+        index < order.num_heads * order.num_blocks,
+        index // order.num_blocks,
+        order.num_blocks - 1 - index % order.num_blocks,
     )
 
 
@@ -136,27 +169,27 @@ def num_tiles(order: Order, ctas: int = 1) -> Int32:
 
 
 def _tiles_of_group(order: Order, ctas: int) -> Int32:
-    """Tiles of the query heads of a key/value head, filled up to whole clusters."""
-    return cute.ceil_div(order.group * order.num_q_blocks, ctas) * ctas
+    """Tiles of the heads of a key/value head, filled up to whole clusters."""
+    return cute.ceil_div(order.group * order.num_blocks, ctas) * ctas
 
 
 def cluster_order(order: Order, slot: Int32, ctas: int) -> Tile:
-    """The same, where the ``ctas`` CTAs of a cluster work on tiles that see the same keys.
+    """The same, where the ``ctas`` CTAs of a cluster work on tiles that sweep the same rows.
 
-    Tiles follow each other by key/value head, query head, q block. What the last cluster of a
-    key/value head lacks are q blocks behind the last row.
+    Tiles follow each other by key/value head, head, block. What the last cluster of a key/value
+    head lacks are blocks behind the last row.
     """
     cta, *_ = cute.arch.block_idx()
     num_ctas, *_ = cute.arch.grid_dim()
     index, of_group = slot * num_ctas + cta, _tiles_of_group(order, ctas)
     place = index % of_group
-    head = cutlass.min(place // order.num_q_blocks, order.group - 1)
+    head = cutlass.min(place // order.num_blocks, order.group - 1)
     return _tile(
         order,
         slot,
         index < num_tiles(order, ctas),
         index // of_group * order.group + head,
-        place - head * order.num_q_blocks,
+        place - head * order.num_blocks,
     )
 
 
@@ -174,9 +207,9 @@ def longest_first(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -
 
 
 def _in_round(order: Order, slot: Int32, ctas: int) -> Tile:
-    cta, num_ctas = _clusters(ctas)
-    turn = slot % order.rounds
-    place = turn * num_ctas + (cta + turn % 2 * (num_ctas - 1 - 2 * cta))
+    clusters = _clusters(ctas)
+    turn, own, number = slot % order.rounds, clusters.own, clusters.number
+    place = turn * number + (own + turn % 2 * (number - 1 - 2 * own))
     tile = _in_band(order, slot, slot // order.rounds, place)
     return tile._replace(is_valid=tile.is_valid & (slot < order.num_slots))
 
@@ -187,9 +220,9 @@ def _in_band(order: Order, slot: Int32, band: Int32, place: Int32) -> Tile:
     return _tile(
         order,
         slot,
-        place < num_heads * order.num_q_blocks,
+        place < num_heads * order.num_blocks,
         first_head + place % num_heads,
-        order.num_q_blocks - 1 - place // num_heads,
+        order.num_blocks - 1 - place // num_heads,
     )
 
 
@@ -199,26 +232,10 @@ def one_per_cta(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -> 
     nowhere = Int32(0)
     tile = Tile(Boolean(False), slot, nowhere, nowhere, nowhere, nowhere)
     if slot == 0:
-        cta, _ = _clusters(ctas)
-        band_size = order.heads_per_band * order.num_q_blocks
-        tile = _in_band(order, slot, cta // band_size, cta % band_size)
+        own = _clusters(ctas).own
+        band_size = order.heads_per_band * order.num_blocks
+        tile = _in_band(order, slot, own // band_size, own % band_size)
     return tile
-
-
-class Packing(NamedTuple):
-    """How the query heads of a group share tiles of ``block_q`` rows: Note [Packed heads].
-
-    Attributes:
-        heads: query heads with rows in one tile; 1 if none are packed.
-        positions: query positions of a tile, a multiple of ``GRANULE``.
-        units: tiles by which a group covers these positions; the order counts them as its heads.
-        group: query heads per key/value head.
-    """
-
-    heads: Int32
-    positions: Int32
-    units: Int32
-    group: Int32
 
 
 class RowAt(NamedTuple):
@@ -233,7 +250,7 @@ def row_at(packing: Packing, tile: Tile, first_position: Int32, row: Int32) -> R
     """What row ``row`` of a tile, whose first position is given, is about."""
     granule = row // GRANULE
     offset = granule // packing.heads * GRANULE + row % GRANULE
-    in_group = tile.q_head % packing.units * packing.heads + granule % packing.heads
+    in_group = tile.head % packing.units * packing.heads + granule % packing.heads
     return RowAt(
         first_position + offset,
         tile.kv_head * packing.group + cutlass.min(in_group, packing.group - 1),
@@ -241,17 +258,29 @@ def row_at(packing: Packing, tile: Tile, first_position: Int32, row: Int32) -> R
     )
 
 
-class Sequences(NamedTuple):
-    """Where sequences lie in the arrays; pointers may be null (``ffi/kernels.h``: Extras)."""
+class Sides(NamedTuple):
+    """The same of both sides: of that which tiles are cut from, and of that which they sweep."""
 
-    q_lengths: cute.Pointer
-    kv_lengths: cute.Pointer
-    cu_seqlens_q: cute.Pointer
-    cu_seqlens_k: cute.Pointer
+    own: Any
+    swept: Any
+
+
+class Sequences(NamedTuple):
+    """Where sequences lie in the arrays; pointers may be null (``schema.OPERANDS``).
+
+    Attributes:
+        lengths: rows in use of each sequence (pointers).
+        cu_seqlens: borders of packed sequences (pointers).
+        q_offset: position of query row 0 of each sequence.
+        num_sequences: how many there are.
+        rows: of an array of one batch (Int32).
+    """
+
+    lengths: Sides
+    cu_seqlens: Sides
     q_offset: cute.Pointer
     num_sequences: Int32
-    q_len: Int32
-    kv_len: Int32
+    rows: Sides
 
 
 class Span(NamedTuple):
@@ -259,21 +288,21 @@ class Span(NamedTuple):
 
     Attributes:
         sequence: its number.
-        q_start: its first row in the query array.
-        kv_start: its first row in the key array.
-        q_slot: query rows that are written.
-        q_len: query rows in use.
-        kv_len: keys in use.
+        own_start: its first row in arrays of the own side.
+        swept_start: its first row in arrays of the swept side.
+        own_slot: rows of the own side that are written.
+        own_len: rows of the own side in use.
+        swept_len: rows of the swept side in use.
         q_offset: position of query row 0.
         first_row: row of the sequence at which the tile starts.
     """
 
     sequence: Int32
-    q_start: Int32
-    kv_start: Int32
-    q_slot: Int32
-    q_len: Int32
-    kv_len: Int32
+    own_start: Int32
+    swept_start: Int32
+    own_slot: Int32
+    own_len: Int32
+    swept_len: Int32
     q_offset: Int32
     first_row: Int32
 
@@ -310,9 +339,16 @@ def offset_of(q_offset: cute.Pointer, sequence: Int32) -> Int32:
     return cutlass.max(cutlass.min(offset, MAX_OFFSET), -MAX_OFFSET)
 
 
+class Slot(NamedTuple):
+    """Rows of an array that belong to one packed sequence, used or not."""
+
+    start: Int32
+    end: Int32
+
+
 @cute.jit
-def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> tuple[Int32, Int32]:
-    """First row and end of slot ``number``, of an array of ``length`` rows: Note [Borders].
+def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> Slot:
+    """Slot ``number`` of an array of ``length`` rows: Note [Borders].
 
     All lanes of a warp call.
     """
@@ -320,79 +356,79 @@ def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> tuple[Int
     for i in cutlass.range(cute.arch.lane_idx(), number + 1, edges.WARP, unroll=1):
         highest = cutlass.max(highest, element(cu_seqlens, i))
     start = cutlass.min(cute.arch.warp_redux_sync(highest, "max"), length)
-    return start, cutlass.max(cutlass.min(element(cu_seqlens, number + 1), length), start)
+    return Slot(start, cutlass.max(cutlass.min(element(cu_seqlens, number + 1), length), start))
 
 
 @cute.jit
-def locate(sequences: Sequences, tile: Tile, block_q: Int32 | int) -> Span:
-    """The sequence of ``tile``, of ``block_q`` positions. All lanes of a warp call.
+def locate(sequences: Sequences, tile: Tile, tile_rows: Int32 | int) -> Span:
+    """The sequence of ``tile``, of ``tile_rows`` rows. All lanes of a warp call.
 
-    In packed arrays the tile's ``q_block`` counts through the blocks of all sequences, and of the
-    rows behind the last one, which form a sequence without keys so that they too are written. A
-    tile beyond those has no rows.
+    In packed arrays the tile's ``block`` counts through the blocks of all sequences, and of the
+    rows behind the last one, which form a sequence that sweeps nothing so that they too are
+    written. A tile beyond those has no rows.
     """
     s = sequences
     span = Span(
         tile.batch,
         Int32(0),
         Int32(0),
-        s.q_len,
-        used_of(s.q_lengths, tile.batch, s.q_len),
-        used_of(s.kv_lengths, tile.batch, s.kv_len),
+        s.rows.own,
+        used_of(s.lengths.own, tile.batch, s.rows.own),
+        used_of(s.lengths.swept, tile.batch, s.rows.swept),
         offset_of(s.q_offset, tile.batch),
-        tile.q_block * block_q,
+        tile.block * tile_rows,
     )
-    if is_present(s.cu_seqlens_q):
+    if is_present(s.cu_seqlens.own):
         lane = cute.arch.lane_idx()
         found, first, passed, begin = Int32(-1), Int32(0), Int32(0), Int32(0)
-        q_start, q_end, highest = Int32(0), Int32(0), Int32(0)
+        own_start, own_end, highest = Int32(0), Int32(0), Int32(0)
         while (begin <= s.num_sequences) & (found < 0):
             number = cutlass.min(begin + lane, s.num_sequences)
-            start = cutlass.min(element(s.cu_seqlens_q, number), s.q_len)
-            start, end = cutlass.max(start, highest), s.q_len
+            start = cutlass.min(element(s.cu_seqlens.own, number), s.rows.own)
+            start, end = cutlass.max(start, highest), s.rows.own
             if number < s.num_sequences:
-                end = cutlass.min(element(s.cu_seqlens_q, number + 1), s.q_len)
+                end = cutlass.min(element(s.cu_seqlens.own, number + 1), s.rows.own)
             if cute.arch.vote_any_sync(end < start):
                 for i in cutlass.range_constexpr(5):
                     start = cutlass.max(start, cute.arch.shuffle_sync_up(start, 1 << i))
                 end = cutlass.max(end, start)
             blocks = Int32(0)
             if begin + lane <= s.num_sequences:
-                blocks = cute.ceil_div(end - start, block_q)
+                blocks = cute.ceil_div(end - start, tile_rows)
             upto = blocks
             for i in cutlass.range_constexpr(5):
                 below = cute.arch.shuffle_sync_up(upto, 1 << i)
                 if lane >= 1 << i:
                     upto = upto + below
-            hits = cute.arch.vote_ballot_sync(tile.q_block < passed + upto)
+            hits = cute.arch.vote_ballot_sync(tile.block < passed + upto)
             if hits != 0:
                 source = cute.arch.popc((hits & -hits) - 1)
                 found = begin + source
                 first = passed + cute.arch.shuffle_sync(upto - blocks, source)
-                q_start = cute.arch.shuffle_sync(start, source)
-                q_end = cute.arch.shuffle_sync(end, source)
+                own_start = cute.arch.shuffle_sync(start, source)
+                own_end = cute.arch.shuffle_sync(end, source)
             passed = passed + cute.arch.shuffle_sync(upto, edges.WARP - 1)
             highest = cute.arch.shuffle_sync(end, edges.WARP - 1)
             begin = begin + edges.WARP
         number = cutlass.max(found, 0)
-        kv_start, kv_end = Int32(0), Int32(0)
+        swept = Slot(Int32(0), Int32(0))
         if number < s.num_sequences:
-            kv_start, kv_end = slot_at(s.cu_seqlens_k, number, s.kv_len)
+            swept = slot_at(s.cu_seqlens.swept, number, s.rows.swept)
         clamped = cutlass.min(number, s.num_sequences - 1)
-        q_slot = q_end - q_start
-        # Of a sequence without keys, masks read the first key all the same: it has to exist.
+        own_slot = own_end - own_start
+        # Where nothing is swept, masks read the first row all the same: it has to exist.
         span = Span(
             clamped,
-            q_start,
-            cutlass.min(kv_start, s.kv_len - 1),
-            q_slot,
-            used_of(s.q_lengths, clamped, q_slot),
-            used_of(s.kv_lengths, clamped, kv_end - kv_start),
+            own_start,
+            cutlass.min(swept.start, s.rows.swept - 1),
+            own_slot,
+            used_of(s.lengths.own, clamped, own_slot),
+            used_of(s.lengths.swept, clamped, swept.end - swept.start),
             offset_of(s.q_offset, clamped),
-            (tile.q_block - first) * block_q,
+            (tile.block - first) * tile_rows,
         )
         if number == s.num_sequences:
-            span = span._replace(q_len=Int32(0))
+            span = span._replace(own_len=Int32(0))
         if found < 0:
-            span = span._replace(q_slot=Int32(0), q_len=Int32(0), kv_len=Int32(0))
+            span = span._replace(own_slot=Int32(0), own_len=Int32(0), swept_len=Int32(0))
     return span

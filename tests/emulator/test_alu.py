@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_kernels import apply
+from helpers.ptx_kernels import apply
 
 EDGES = np.array(
     [

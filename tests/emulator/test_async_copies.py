@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_kernels import line_of, run, tensor_map
+from helpers.ptx_kernels import line_of, run, tensor_map
 
 from jax_fa.emulator.faults import (
     AsyncHazardError,
@@ -280,6 +280,93 @@ def test_cp_async_groups_and_zero_fill(completion):
     """ + copy_out(512)
     run(body, {"x": x, "out": out}, shared=512, completion=completion)
     np.testing.assert_array_equal(out, np.where(np.arange(128) < 82, x, 0))
+
+
+# cp.async of %r2 bytes at most: lane l copies SIZE bytes from %x + SIZE l to smem + SIZE l.
+SMALL = """
+  mov.b32 %r21, smem;
+  mad.lo.s32 %r1, %tid, {size}, %r21;
+  mad.wide.u32 %d1, %tid, {size}, %x;
+  cp.async.{level}.shared.global [%r1], [%d1], {size}{tail};
+"""
+COMMIT, WAIT_0 = "cp.async.commit_group;", "cp.async.wait_group 0;"
+
+
+@POLICIES
+@pytest.mark.parametrize("wait", [COMMIT + WAIT_0, "cp.async.wait_all;"])
+@pytest.mark.parametrize("level, size", [("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)])
+def test_cp_async_of_every_size(level, size, wait, completion):
+    """Lane l reads l % (size + 1) bytes; zeros follow."""
+    x = np.random.default_rng(3).integers(1, 256, 32 * size).astype(np.uint8)
+    out = np.zeros(32 * size, np.uint8)
+    limit = f"rem.u32 %r2, %tid, {size + 1};"
+    body = limit + SMALL.format(level=level, size=size, tail=", %r2") + wait + "bar.sync 0;"
+    run(body + copy_out(32 * size), {"x": x, "out": out}, shared=32 * size, completion=completion)
+    read = np.arange(32)[:, None] % (size + 1)
+    wanted = np.where(np.arange(size) < read, x.reshape(32, size), 0)
+    np.testing.assert_array_equal(out.reshape(32, size), wanted)
+
+
+def test_cp_async_that_ignores_its_source():
+    """By a predicate, with a cache policy behind it; nothing is read where it holds."""
+    x, out = np.arange(1, 65, dtype=np.uint32), np.ones(128, np.uint32)
+    copy = SMALL.format(level="cg", size=16, tail=", %p1, %d9")
+    copy = copy.replace("global ", "global.L2::cache_hint ")
+    body = "setp.ge.u32 %p1, %tid, 16;" + copy + COMMIT + WAIT_0 + "bar.sync 0;"
+    run(body + copy_out(512), {"x": x, "out": out}, shared=512)
+    np.testing.assert_array_equal(out, np.r_[x, np.zeros(64, np.uint32)])
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_what_cp_async_has_not_copied_yet_is_not_read(size):
+    """Nor overwritten; what lies beside it may be."""
+    x = np.zeros(128, np.uint32)
+    fill = "mov.b32 %r21, smem; mad.lo.s32 %r1, %tid, 16, %r21;" + "".join(
+        f"st.shared.b32 [%r1+{4 * i}], %tid;" for i in range(4)
+    )
+    place = f"mad.lo.s32 %r1, %tid, {size}, %r21;"
+    copy = fill + "bar.sync 0;" + SMALL.format(level="ca", size=size, tail="")
+    beside = f"@%p1 ld.shared.b32 %r3, [%r21+{32 * size}];" if size < 16 else ""
+    group = f"setp.eq.u32 %p1, %tid, 0;{beside}" + COMMIT + "cp.async.wait_group 1;" + place
+    message = r"{}.* while the cp.async issued by CTA 0 warp 0 at line \d+ may still write it"
+    run(
+        copy + group + WAIT_0 + "ld.shared.b32 %r3, [%r1];", {"x": x}, shared=512, completion="lazy"
+    )
+    for touch, found in (
+        ("ld.shared.b32 %r3, [%r1];", "is read"),
+        ("st.shared.b32 [%r1], %r3;", "is overwritten"),
+        (SMALL.format(level="ca", size=4, tail=""), "is overwritten by the cp.async issued"),
+    ):
+        with pytest.raises(AsyncHazardError, match=message.format(found)):
+            run(copy + group + touch, {"x": x}, shared=512, completion="lazy")
+
+
+@pytest.mark.parametrize(
+    "before, level, size, tail, error, message",
+    [
+        ("", "cg", 8, "", UnknownInstructionError, "copies of 8 bytes do not exist"),
+        ("", "ca", 12, "", UnknownInstructionError, "copies of 12 bytes do not exist"),
+        ("mov.b32 %r2, 17;", "cg", 16, ", %r2", OutOfBoundsError, "of 16 bytes reads 17"),
+        ("add.u64 %x, %x, 8;", "cg", 16, "", OutOfBoundsError, "of 16 bytes is misaligned"),
+        ("add.u64 %x, %x, 4096;", "cg", 16, "", OutOfBoundsError, "no buffer|'x'"),
+    ],
+)
+def test_cp_async_that_does_not_exist_or_leaves_its_arrays(
+    before, level, size, tail, error, message
+):
+    body = before + SMALL.format(level=level, size=size, tail=tail) + COMMIT + WAIT_0
+    with pytest.raises(error, match=message):
+        run(body, {"x": np.zeros(256, np.uint32)}, shared=512)
+
+
+def test_cp_async_to_a_place_that_is_not_aligned():
+    body = SMALL.format(level="ca", size=8, tail="") + COMMIT + WAIT_0
+    with pytest.raises(OutOfBoundsError, match="of 8 bytes is misaligned"):
+        run(
+            body.replace("cp.async.ca", "add.s32 %r1, %r1, 4; cp.async.ca"),
+            {"x": np.zeros(256, np.uint32)},
+            shared=512,
+        )
 
 
 @POLICIES

@@ -4,10 +4,10 @@ import re
 
 import numpy as np
 import pytest
-from ptx_kernels import line_of, run
+from helpers.ptx_kernels import line_of, run
 
 from jax_fa.emulator.faults import BarrierError, DeadlockError, RunawayError, TrapError
-from jax_fa.emulator.machine import TURN
+from jax_fa.emulator.scheduler import TURN
 
 INIT = """
   mov.b32 %r20, smem;

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-import hardware
 import numpy as np
 import pytest
+from helpers import hardware
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,12 +2,11 @@
 
 import struct
 
-import hardware
-import hardware_units
 import numpy as np
 import pytest
-from hardware import Recorded
-from mechanisms import MECHANISMS
+from helpers import hardware, hardware_units
+from helpers.hardware import Recorded
+from helpers.mechanisms import MECHANISMS
 
 from jax_fa.emulator import Launch, Memory, Options, emulate
 

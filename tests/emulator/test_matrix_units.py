@@ -1,8 +1,17 @@
-"""mma.sync, ldmatrix, stmatrix, wgmma and tcgen05 against numpy, and their hazards."""
+"""wgmma and tcgen05 against numpy, and their hazards."""
 
 import numpy as np
 import pytest
-from ptx_kernels import line_of, run, tensor_map
+from helpers.ptx_kernels import (
+    a_words,
+    c_fragment,
+    line_of,
+    load_words,
+    registers,
+    run,
+    store_words,
+    tensor_map,
+)
 
 from jax_fa.emulator import tcgen05
 from jax_fa.emulator.faults import (
@@ -23,117 +32,6 @@ RANDOM = np.random.default_rng(5)
 def halves(*shape):
     """Small integers, so that sums are exact in any order."""
     return RANDOM.integers(-4, 5, shape).astype(np.float16)
-
-
-def registers(first, count):
-    return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
-
-
-def load_words(first, count, name, stride=128):
-    """Words i * stride + 4 * tid of buffer `name` into %r<first + i>."""
-    return f"mad.wide.u32 %d1, %tid, 4, %{name};" + "".join(
-        f"ld.global.b32 %r{first + i}, [%d1+{i * stride}];" for i in range(count)
-    )
-
-
-def store_words(first, count, name, stride=128):
-    return f"mad.wide.u32 %d1, %tid, 4, %{name};" + "".join(
-        f"st.global.b32 [%d1+{i * stride}], %r{first + i};" for i in range(count)
-    )
-
-
-def c_fragment(matrix):
-    """Registers (i, lane) of a 16 x N float32 accumulator, from the PTX ISA's figure."""
-    lane = np.arange(32)
-    rows = []
-    for i in range(matrix.shape[1] // 2):
-        rows.append(matrix[lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + lane % 4 * 2 + i % 2])
-    return np.array(rows, np.float32)
-
-
-def a_words(matrix):
-    """Registers (i, lane) of a 16 x 16 half operand, from the PTX ISA's figure."""
-    lane = np.arange(32)
-    return np.array(
-        [
-            np.stack(
-                [matrix[lane // 4 + 8 * (i % 2), lane % 4 * 2 + 8 * (i // 2) + e] for e in (0, 1)],
-                1,
-            )
-            .copy()
-            .view(np.uint32)
-            .reshape(-1)
-            for i in range(4)
-        ]
-    )
-
-
-def test_mma_sync():
-    a, b = halves(16, 16), halves(16, 8)
-    c = RANDOM.integers(-9, 9, (16, 8)).astype(np.float32)
-    lane = np.arange(32)
-    b_words = np.array(
-        [
-            np.stack([b[lane % 4 * 2 + 8 * i + e, lane // 4] for e in (0, 1)], 1)
-            .copy()
-            .view(np.uint32)
-            .reshape(-1)
-            for i in range(2)
-        ]
-    )
-    out = np.zeros((4, 32), np.float32)
-    run(
-        load_words(0, 4, "a")
-        + load_words(4, 2, "b")
-        + load_words(8, 4, "c")
-        + f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {registers(12, 4)}, "
-        f"{registers(0, 4)}, {registers(4, 2)}, {registers(8, 4)};" + store_words(12, 4, "out"),
-        {"a": a_words(a), "b": b_words, "c": c_fragment(c), "out": out},
-    )
-    expected = a.astype(np.float32) @ b.astype(np.float32) + c
-    np.testing.assert_array_equal(out, c_fragment(expected))
-
-
-def test_mma_sync_tf32_drops_low_bits():
-    a = RANDOM.standard_normal((16, 8)).astype(np.float32)
-    cut = (a.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-    b = np.eye(8, dtype=np.float32)
-    lane = np.arange(32)
-    a_reg = np.array([a[lane // 4 + 8 * (i % 2), lane % 4 + 4 * (i // 2)] for i in range(4)])
-    b_reg = np.array([b[lane % 4 + 4 * i, lane // 4] for i in range(2)])
-    out = np.zeros((4, 32), np.float32)
-    run(
-        load_words(0, 4, "a")
-        + load_words(4, 2, "b")
-        + "".join(f"mov.b32 %r{i}, 0;" for i in range(8, 12))
-        + f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {registers(12, 4)}, "
-        f"{registers(0, 4)}, {registers(4, 2)}, {registers(8, 4)};" + store_words(12, 4, "out"),
-        {"a": a_reg, "b": b_reg, "out": out},
-    )
-    np.testing.assert_array_equal(out, c_fragment(cut))
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_stmatrix_and_ldmatrix(transposed):
-    """stmatrix writes rows, ldmatrix.trans reads columns: x -> x or its transpose."""
-    x = RANDOM.integers(0, 2**16, (4, 8, 8)).astype(np.uint16)
-    lane = np.arange(32)
-    words = x[:, lane // 4][:, lane, :].reshape(4, 32, 8)
-    words = np.stack([words[:, lane, lane % 4 * 2], words[:, lane, lane % 4 * 2 + 1]], 2)
-    words = np.ascontiguousarray(words).view(np.uint32).reshape(4, 32)
-    out = np.zeros((4, 32), np.uint32)
-    trans = ".trans" if transposed else ""
-    run(
-        "mov.b32 %r20, smem; mad.lo.s32 %r21, %tid, 16, %r20;"
-        + load_words(0, 4, "x")
-        + f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r21], {registers(0, 4)}; bar.warp.sync -1;"
-        + f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {registers(4, 4)}, [%r21];"
-        + store_words(4, 4, "out"),
-        {"x": words, "out": out},
-        shared=512,
-    )
-    got = out.view(np.uint16).reshape(4, 8, 4, 2).reshape(4, 8, 8)
-    np.testing.assert_array_equal(got, x.transpose(0, 2, 1) if transposed else x)
 
 
 def test_swizzle_is_its_own_inverse_and_keeps_chunks():

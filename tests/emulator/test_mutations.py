@@ -21,13 +21,12 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from oracle import Results, assert_close, tolerance
-from recording import build, needs_compiler, needs_dsl, record
+from helpers.oracle import Results, assert_close, tolerance
+from helpers.recording import build, needs_compiler, needs_dsl, record
 
 import jax_fa.kernels
-from jax_fa import aot
-from jax_fa.band import UNBOUNDED, Band
-from jax_fa.config import KernelKey, choose_forward
+from jax_fa.aot import compiler
+from jax_fa.aot.stand_ins import stand_ins
 from jax_fa.emulator import Launch, Memory, Options, emulate
 from jax_fa.emulator.faults import (
     AsyncHazardError,
@@ -37,8 +36,11 @@ from jax_fa.emulator.faults import (
     TensorMemoryError,
     UninitializedReadError,
 )
-from jax_fa.kernels import abi
-from jax_fa.problem import Operands, Semantics
+from jax_fa.spec import abi
+from jax_fa.spec.band import UNBOUNDED, Band
+from jax_fa.spec.config import choose_forward
+from jax_fa.spec.key import KernelKey
+from jax_fa.spec.problem import Operands, Semantics
 
 pytestmark = [
     needs_dsl,
@@ -78,7 +80,7 @@ class Fault(NamedTuple):
 
 
 ROLES, SOFTMAX = "sm100/fwd_roles.py", "sm100/fwd_softmax.py"
-# Warps 0 to 3 and 4 to 7: softmax of two query tiles; 8 to 11: correct; 12 mma, 13 store, 14 load.
+# Warps 0-3 and 4-7: softmax of two query tiles; 8-11: correction; 12 mma, 13 store, 14 load.
 SOURCE_FAULTS = (
     Fault(
         "mma does not wait for P",
@@ -107,8 +109,8 @@ SOURCE_FAULTS = (
     Fault(
         "O is read before its commit",
         SOFTMAX,
-        "    o.wait_and_advance()\n    primitives.after_thread_sync()\n",
-        "    o.advance()\n    primitives.after_thread_sync()\n",
+        "    o.wait_and_advance()\n    umma.after_thread_sync()\n",
+        "    o.advance()\n    umma.after_thread_sync()\n",
         AsyncHazardError,
         r"tcgen05.ld.* reads TMEM .* the tcgen05.mma.* may still write .* warp (8|9|10|11),",
     ),
@@ -123,8 +125,8 @@ SOURCE_FAULTS = (
     Fault(
         "softmax begins in the wrong phase of S",
         SOFTMAX,
-        "    row = softmax.make_whole_row()\n    tile",
-        "    row = softmax.make_whole_row()\n    pipes.s.advance()\n    tile",
+        "    row = row_softmax.make_whole_row()\n    tile",
+        "    row = row_softmax.make_whole_row()\n    pipes.s.advance()\n    tile",
         UninitializedReadError,
         r"tcgen05.ld.* reads TMEM lane \d+ column \d+, which nothing wrote",
     ),
@@ -147,7 +149,7 @@ SOURCE_FAULTS = (
     ),
     Fault(
         "the sum of a row is not rescaled",
-        "softmax.py",
+        "sm100/row_softmax.py",
         "fma_packed_f32x2(total, (shrink, shrink), block)",
         "add_packed_f32x2(total, block)",
         AssertionError,
@@ -155,7 +157,7 @@ SOURCE_FAULTS = (
     ),
     Fault(
         "exponents of polynomials are not clamped",
-        "primitives.py",
+        "sm100/arithmetic.py",
         "fma.rn.sat.f32",
         "fma.rn.f32",
         AssertionError,
@@ -172,15 +174,15 @@ SOURCE_FAULTS = (
     Fault(
         "the mask shows one key too many",
         SOFTMAX,
-        "softmax.Visible(sight.lo - first_key, sight.hi - first_key)",
-        "softmax.Visible(sight.lo - first_key, sight.hi - first_key + 1)",
+        "softmax.Visible(keys.lo - first_key, keys.hi - first_key)",
+        "softmax.Visible(keys.lo - first_key, keys.hi - first_key + 1)",
         AssertionError,
         "out: error",
     ),
 )
 PTX_FAULTS = (
     Fault(
-        "barriers of softmax, correct and out expect one arrival more",
+        "barriers of softmax, correction and out expect one arrival more",
         "",
         r"(mov\.b32\s+%r\d+, )4;(\s+mbarrier\.init)",
         r"\g<1>5;\2",
@@ -189,7 +191,7 @@ PTX_FAULTS = (
         times=11,
     ),
     Fault(
-        "barriers of softmax, correct and out expect one arrival less",
+        "barriers of softmax, correction and out expect one arrival less",
         "",
         r"(mov\.b32\s+%r\d+, )4;(\s+mbarrier\.init)",
         r"\g<1>3;\2",
@@ -331,12 +333,12 @@ def compiled(folder: Path, fault: Fault) -> str:
     """PTX of the kernel with a fault in its source."""
     import cutlass.cute as cute
 
-    aot._preload_runtime()
+    compiler._preload_runtime()
     with edited_kernels(folder, fault):
         forward = importlib.import_module("jax_fa.kernels.sm100.fwd")
-        entry, arguments = forward.make_entry(KEY, choose_forward(KEY))
+        entry = forward.make_entry(KEY, choose_forward(KEY))
         options = f"--gpu-arch {KEY.arch} --keep-ptx --dump-dir {folder}"
-        cute.compile(entry, *arguments, options=options)
+        cute.compile(entry, *stand_ins("fwd", KEY.dtype), options=options)
     (ptx,) = folder.glob("*.ptx")
     return ptx.read_text()
 

@@ -1,7 +1,7 @@
 """The parser: scopes, operands, and messages with lines."""
 
 import pytest
-from ptx_kernels import kernel, run
+from helpers.ptx_kernels import kernel, run
 
 from jax_fa.emulator.faults import PtxSyntaxError, UnknownInstructionError
 from jax_fa.emulator.ptx import (

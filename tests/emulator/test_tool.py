@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from ptx_kernels import kernel, run
+from helpers.ptx_kernels import kernel, run
 
 from jax_fa.emulator import Launch, Memory, Options, emulate
 from jax_fa.emulator.__main__ import main

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_kernels import line_of, run
+from helpers.ptx_kernels import line_of, run
 
 from jax_fa.emulator.faults import DivergenceError, OutOfBoundsError, UninitializedReadError
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parent.parent / "emulator"))
+sys.path.append(str(Path(__file__).parent.parent))
 
-from mechanisms import MECHANISMS  # noqa: E402
-from ptx_units import Unit  # noqa: E402
+from helpers.mechanisms import MECHANISMS  # noqa: E402
+from helpers.ptx_units import Unit  # noqa: E402
 
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 

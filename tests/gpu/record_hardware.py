@@ -18,16 +18,17 @@ from typing import Any
 import numpy as np
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS / "emulator")]
+sys.path.insert(0, str(TESTS))
 
-import hardware  # noqa: E402
-import hardware_units  # noqa: E402
-from cases import Case, make  # noqa: E402
 from driver import Driver  # noqa: E402
+from helpers import hardware, hardware_units  # noqa: E402
+from helpers.cases import Case, make  # noqa: E402
 
-from jax_fa import _jax_fa, operations  # noqa: E402
+from jax_fa import _jax_fa  # noqa: E402
 from jax_fa.emulator import Launch, Memory  # noqa: E402
-from jax_fa.problem import Operands, Problem  # noqa: E402
+from jax_fa.runtime import bindings, primitives  # noqa: E402
+from jax_fa.runtime.dispatch import Target, gpu_kernel  # noqa: E402
+from jax_fa.spec.problem import Operands, Problem  # noqa: E402
 
 CAPABILITY = 90
 
@@ -55,6 +56,9 @@ def plan(operation: str, case: Case, dtype: str) -> dict[str, Any]:
         "window_right": band.right_bound,
         "bottom_right": band.alignment == "bottom_right",
         "deterministic": semantics.deterministic,
+        "kernel": gpu_kernel(
+            problem, Target("cuda", bindings.compiled(), ("9.0",)), operation
+        ).stem,
     }
     recorded = _jax_fa.record(operation, CAPABILITY, call)
     launches = [json.loads(Launch.from_record(launch).to_json()) for launch in recorded["launches"]]
@@ -70,8 +74,8 @@ def measure(case: Case, dtype: str) -> dict[str, np.ndarray]:
 
     @jax.jit
     def step(operands: Operands, cotangents: Any) -> Any:
-        out, lse = operations.forward(operands, semantics, "cuda")
-        grads = operations.backward(operands, semantics, (out, lse), cotangents, "cuda")
+        out, lse = primitives.forward(operands, semantics, "cuda")
+        grads = primitives.backward(operands, semantics, (out, lse), cotangents, "cuda")
         return out, lse, grads
 
     operands = Operands(*(None if x is None else jnp.asarray(x) for x in data.operands))

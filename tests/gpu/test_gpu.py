@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BY_NAME, CASES
-from harness import computed, data, in_new_process, on_device, run, wanted
-from oracle import Results, assert_close
+from helpers.cases import BY_NAME, CASES
+from helpers.harness import computed, data, in_new_process, on_device, run, wanted
+from helpers.oracle import Results, assert_close
 
 import jax_fa
-from jax_fa import bindings, vjp
-from jax_fa.choice import choose
-from jax_fa.problem import Operands, Problem
+from jax_fa.runtime import bindings, vjp
+from jax_fa.runtime.dispatch import choose
+from jax_fa.spec.problem import Operands, Problem
 
 if "cuda" not in os.environ.get("JAX_PLATFORMS", ""):
     pytest.skip("needs a GPU: set JAX_PLATFORMS=cuda,cpu", allow_module_level=True)
@@ -41,9 +41,47 @@ def test_case_keeps_the_tolerance_rule_or_is_refused(case, dtype):
         computed(case, dtype, "cuda")
 
 
-def test_common_head_sizes_are_served():
-    served = {case.head_dim for case in CASES if is_served(case, "bfloat16")}
-    assert {64, 128} <= served
+def test_all_head_sizes_of_the_cases_are_served():
+    unserved = {case.name for case in CASES if not is_served(case, "bfloat16")}
+    assert unserved == {"scale_negative", "scale_zero"}
+
+
+def test_padded_heads_leave_one_kernel_for_each_operation_and_no_scores():
+    """In what XLA compiles: one call of a kernel forward, one backward, and no array of T x S."""
+    q = jax.ShapeDtypeStruct((2, 1000, 4, 80), jnp.bfloat16)
+
+    def loss(q, k, v):
+        return jax_fa.attention(q, k, v, is_causal=True).astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q).compile()
+    text = str(compiled.as_text())
+    assert text.count('custom_call_target="jax_fa_fwd_v1"') == 1
+    assert text.count('custom_call_target="jax_fa_bwd_v1"') == 1
+    assert "1000,1000]" not in text
+
+
+def test_a_mask_function_is_the_mask_that_it_says_and_no_array_of_all_pairs():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 3000, 4, 128)), jnp.bfloat16) for _ in "qkv")
+    documents = jnp.asarray(np.sort(rng.integers(0, 7, (2, 3000))), jnp.int32)
+
+    def function(batch, q_head, q_position, kv_position):
+        alike = documents[batch, q_position] == documents[batch, kv_position]
+        return alike & ((q_head > 1) | (kv_position <= q_position))
+
+    def loss(q, k, v, **options):
+        out = jax_fa.attention(q, k, v, deterministic=True, **options)
+        return jnp.vdot(out, out, preferred_element_type=jnp.float32)
+
+    program = jax.jit(jax.grad(lambda *qkv: loss(*qkv, mask_mod=function), (0, 1, 2)))
+    compiled = program.lower(q, k, v).compile()
+    places = np.ix_(np.arange(2), np.arange(4), np.arange(3000), np.arange(3000))
+    mask = function(*places)
+    wanted = jax.jit(jax.grad(lambda *qkv: loss(*qkv, mask=mask), (0, 1, 2)))(q, k, v)
+    for a, b in zip(compiled(q, k, v), wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+    # The mask is 72 MB in bool, 9 MB in words.
+    assert compiled.memory_analysis().temp_size_in_bytes < 100e6
 
 
 @each_case

@@ -1,4 +1,4 @@
-"""What the kernels of CTA pairs rely on, on the GPU at hand: ``tests/emulator/mechanisms.py``.
+"""What the kernels of CTA pairs rely on, on the GPU at hand: ``tests/helpers/mechanisms.py``.
 
 Needs a GPU of Hopper or later and its driver, but neither JAX nor the extension:
 

@@ -5,7 +5,7 @@
     mma     S(n) S(n-1) dV(n) | S(n-2) dV(n-1) | ... | S(0) dV(1) | dV(0)
             dP S(n) dK dQ(n) | dP S(n-1) dK dQ(n-1) | ... | dP S(0) dK dQ(0)
 
-The role add is that of one sweep, and attend has both in ``bwd_attend.py``.
+The roles compute (``bwd_compute.py``) and reduce (``bwd_reduce.py``) are those of one sweep.
 """
 
 from typing import NamedTuple
@@ -15,22 +15,26 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import primitives
-from jax_fa.kernels.backward_work import Step, Work, first_step, following, tile_at, work_on
-from jax_fa.kernels.sm100.bwd_roles import (
-    load_douts,
+from jax_fa.kernels.backward_work import Step, Work, first_step, next_step, tile_at, work_on
+from jax_fa.kernels.sm100 import umma
+from jax_fa.kernels.sm100.bwd_work import (
+    BackwardContext,
+    BackwardProducts,
+    BackwardVariant,
+    LoadedWithStats,
+    Product,
+    halves,
     load_keys,
     load_queries,
-    load_query_rows,
+    load_with_stats,
+    make_products,
     multiply,
+    operand_of,
 )
-from jax_fa.kernels.sm100.bwd_work import Context, Product, Products, halves, make_products
-
-HALVES = 2
-"""Of the values, by columns; each is as large as a query tile."""
+from jax_fa.kernels.sm100.plan_bwd import VALUE_HALVES
 
 
-class LoadPipes(NamedTuple):
+class TwoSweepLoadPipes(NamedTuple):
     """The ends that the role load holds."""
 
     k: PipelineProducer
@@ -40,37 +44,38 @@ class LoadPipes(NamedTuple):
 
 
 @cute.jit
-def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
+def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: TwoSweepLoadPipes):
     """Fetches a tile's keys and values, and what passes by them, twice. One warp.
 
-    signals k, q, dout full (mma), stats full (attend)     waits   all of them empty
+    signals k, q, dout full (mma), stats full (compute)     waits   all of them empty
     """
     k, q, dout, stats = pipes
+    of_k, of_v, of_q, of_dout = (operand_of(x, name) for name in ("k", "v", "q", "dout"))
+    width = variant.key.value_dim // VALUE_HALVES
+    of_halves = tuple(
+        of_v._replace(array=cute.domain_offset((0, half * width, 0, 0), of_v.array))
+        for half in range(VALUE_HALVES)
+    )
     phase = Int32(0)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         if work.num_steps > 0:
-            slot = k.acquire_and_advance()
-            phase = load_keys(variant, (x, x.tma.k, x.arrays.k, x.smem.k), work, slot, phase)
+            phase = load_keys(variant, x, of_k, work, k.acquire_and_advance(), phase)
             at = first_step(work, Int32(0))
             for _ in cutlass.range(work.num_steps, unroll=1):
-                q, stats, phase = load_queries(variant, x, work, at, (q, stats, phase))
-                dout, phase = load_douts(variant, x, work, at, (dout, phase))
-                at = following(work, at)
+                q, stats, phase = load_with_stats(variant, x, of_q, work, at, q, stats, phase)
+                dout, phase = load_queries(variant, x, of_dout, work, at, dout, phase)
+                at = next_step(variant, x, work, at)
             at = first_step(work, Int32(0))
             # What the ring of queries has room for comes before the values, which wait for dV.
-            q, stats, phase = _load_both(variant, x, work, at, (q, stats, phase))
-            for half in cutlass.range_constexpr(HALVES):
+            q, stats, phase = _load_both(variant, x, work, at, q, stats, phase)
+            for half in cutlass.range_constexpr(VALUE_HALVES):
                 slot = dout.acquire_and_advance()
-                columns = cute.domain_offset(
-                    (0, half * (variant.key.value_dim // HALVES), 0, 0), x.arrays.v
-                )
-                smem = x.smem.v[None, None, slot.index]
-                phase = load_keys(variant, (x, x.tma.v, columns, smem), work, slot, phase)
+                phase = load_keys(variant, x, of_halves[half], work, slot, phase)
             for _ in cutlass.range(work.num_steps - 1, unroll=1):
-                at = following(work, at)
-                q, stats, phase = _load_both(variant, x, work, at, (q, stats, phase))
+                at = next_step(variant, x, work, at)
+                q, stats, phase = _load_both(variant, x, work, at, q, stats, phase)
         tile = tile_at(variant, x, tile.slot + 1)
     # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
     k.tail()
@@ -79,16 +84,23 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
 
 
 @cute.jit
-def _load_both(variant: cutlass.Constexpr, x: Context, work: Work, at: Step, ends: tuple) -> tuple:
-    """dO, then queries, into one ring; ``ends`` are those of ``load_queries``."""
-    q, stats, phase = ends
-    slot = q.acquire_and_advance()
-    copied = (x, x.tma.dout, x.arrays.dout, x.smem.q[None, None, slot.index])
-    phase = load_query_rows(variant, copied, (work, at), slot, phase)
-    return load_queries(variant, x, work, at, (q, stats, phase))
+def _load_both(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    work: Work,
+    at: Step,
+    q: PipelineProducer,
+    stats: PipelineProducer,
+    phase: Int32,
+) -> LoadedWithStats:
+    """Loads dO, then queries with their statistics, into the ring of queries."""
+    of_q = operand_of(x, "q")
+    of_dout = operand_of(x, "dout")._replace(ring=of_q.ring)
+    q, phase = load_queries(variant, x, of_dout, work, at, q, phase)
+    return load_with_stats(variant, x, of_q, work, at, q, stats, phase)
 
 
-class MmaPipes(NamedTuple):
+class TwoSweepMmaPipes(NamedTuple):
     """The ends that the role mma holds."""
 
     k: PipelineConsumer
@@ -104,14 +116,14 @@ class MmaPipes(NamedTuple):
 
 
 @cute.jit
-def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
+def mma(variant: cutlass.Constexpr, x: BackwardContext, pipes: TwoSweepMmaPipes):
     """Issues all products of every query tile. One warp.
 
-    waits   k, q, dout full (load), p, ds full (attend), dq empty (add)
-    signals s, dp, dv, dk full (attend), dq full (add), k, q, dout empty (load)
+    waits   k, q, dout full (load), p, ds full (compute), dq empty (reduce)
+    signals s, dp, dv, dk full (compute), dq full (reduce), k, q, dout empty (load)
     """
     k = pipes.k
-    ends = Ends(pipes.q, pipes.dout, pipes.s, pipes.p, pipes.ds, pipes.dq)
+    ends = TwoSweepMmaEnds(pipes.q, pipes.dout, pipes.s, pipes.p, pipes.ds, pipes.dq)
     products = make_products(variant, x)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
@@ -126,8 +138,8 @@ def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
         tile = tile_at(variant, x, tile.slot + 1)
 
 
-class Ends(NamedTuple):
-    """Those of ``MmaPipes`` that advance with every query tile."""
+class TwoSweepMmaEnds(NamedTuple):
+    """Those of ``TwoSweepMmaPipes`` that advance with every query tile."""
 
     q: PipelineConsumer
     dout: PipelineConsumer
@@ -139,93 +151,106 @@ class Ends(NamedTuple):
 
 @cute.jit
 def _sweep_for_dv(
-    variant: cutlass.Constexpr, x: Context, products: Products, num_steps: Int32, ends: Ends
-) -> Ends:
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    products: BackwardProducts,
+    num_steps: Int32,
+    ends: TwoSweepMmaEnds,
+) -> TwoSweepMmaEnds:
     """Issues S, then (S' dV) per query tile, then dV; returns advanced ends.
 
     A query tile's exponentials run beside S of the next and dV of the one before.
     """
     q, dout, s, p, ds, dq = ends
-    q, s = _multiply_q(variant, products, Int32(0), (q, s))
+    q, s = _multiply_s(variant, products, Int32(0), q, s)
     for i in cutlass.range(num_steps, unroll=1):
         if i + 1 < num_steps:
-            q, s = _multiply_q(variant, products, (i + 1) % 2, (q, s))
+            q, s = _multiply_s(variant, products, (i + 1) % 2, q, s)
         dout_full = dout.wait_and_advance()
         p.wait_and_advance()
-        primitives.after_thread_sync()
+        umma.after_thread_sync()
         shift = i % 2 * _s_columns(variant)
         a = halves(variant, x.tmem + shift, products.dv.mma, "p")
-        multiply(products.dv._replace(a=a), dout_full, i > 0)
+        multiply(products.dv._replace(a=a), i > 0, dout_full.index)
         dout_full.release()
-    return Ends(q, dout, s, p, ds, dq)
+    return TwoSweepMmaEnds(q, dout, s, p, ds, dq)
 
 
-def _s_columns(variant) -> int:
-    """From the columns of S to those of dP, which S of every other query tile takes."""
+def _s_columns(variant: BackwardVariant) -> int:
+    """The columns from S to dP, in whose place S of every other query tile is."""
     return variant.plan.columns("dp").start - variant.plan.columns("s").start
 
 
+class SEnds(NamedTuple):
+    """The ends that S of a query tile of the first sweep advances."""
+
+    q: PipelineConsumer
+    s: PipelineProducer
+
+
 @cute.jit
-def _multiply_q(
-    variant: cutlass.Constexpr, products: Products, parity: Int32, ends: tuple
-) -> tuple:
-    """Issues S of a query tile of the first sweep; returns the ends of q, s."""
-    q, s = ends
+def _multiply_s(
+    variant: cutlass.Constexpr,
+    products: BackwardProducts,
+    parity: Int32,
+    q: PipelineConsumer,
+    s: PipelineProducer,
+) -> SEnds:
+    """Issues S of a query tile of the first sweep."""
     q_full = q.wait_and_advance()
     acc = products.s.acc
     acc = cute.make_tensor(acc.iterator + parity * _s_columns(variant), acc.layout)
-    multiply(products.s._replace(acc=acc), q_full, False)
+    multiply(products.s._replace(acc=acc), False, q_full.index)
     s.commit()
     s.advance()
     q_full.release()
-    return q, s
+    return SEnds(q, s)
 
 
 @cute.jit
 def _sweep_for_dk(
     variant: cutlass.Constexpr,
-    products: Products,
+    products: BackwardProducts,
     dp: PipelineProducer,
     num_steps: Int32,
-    ends: Ends,
-) -> Ends:
+    ends: TwoSweepMmaEnds,
+) -> TwoSweepMmaEnds:
     """Issues (dP S dK dQ) per query tile; returns advanced ends.
 
     dP is issued before S, whose queries arrive later: Note [Two sweeps].
     """
     q, dout, s, p, ds, dq = ends
-    v_full = (dout.wait_and_advance(), dout.wait_and_advance())
+    first_half, second_half = dout.wait_and_advance(), dout.wait_and_advance()
     for i in cutlass.range(num_steps, unroll=1):
         dout_full = q.wait_and_advance()
-        _multiply_v(products.dp, v_full, dout_full)
+        _multiply_dp(products.dp, dout_full.index, first_half.index, second_half.index)
         dp.commit()
         dout_full.release()
         q_full = q.wait_and_advance()
-        multiply(products.s, q_full, False)
+        multiply(products.s, False, q_full.index)
         s.commit()
         s.advance()
         ds.wait_and_advance()
-        primitives.after_thread_sync()
-        multiply(products.dk, q_full, i > 0)
+        umma.after_thread_sync()
+        multiply(products.dk, i > 0, q_full.index)
         q_full.release()
         dq.acquire()
-        primitives.after_thread_sync()
-        mma, acc, a, b = products.dq
-        primitives.issue_umma(mma, acc, a, b, False, range(cute.size(a, mode=[2])))
+        umma.after_thread_sync()
+        multiply(products.dq, False)
         dq.commit()
         dq.advance()
-    for half in v_full:
-        half.release()
-    return Ends(q, dout, s, p, ds, dq)
+    first_half.release()
+    second_half.release()
+    return TwoSweepMmaEnds(q, dout, s, p, ds, dq)
 
 
 @cute.jit
-def _multiply_v(product: Product, v_full: tuple, dout_full):
-    """Issues dP; ``v_full`` say where the halves of the values are, ``dout_full`` where dO is."""
+def _multiply_dp(product: Product, dout_stage: Int32, first_half: Int32, second_half: Int32):
+    """Issues dP; dO and the halves of the values are in these stages of their rings."""
     mma, acc, a, b = product
-    dout = b[None, None, None, dout_full.index]
+    dout = b[None, None, None, dout_stage]
     slabs = cute.size(a, mode=[2])
-    for half in cutlass.range_constexpr(HALVES):
-        v = a[None, None, None, v_full[half].index]
-        first = Boolean(half > 0)
-        primitives.issue_umma(mma, acc, v, dout, first, range(slabs), -half * slabs)
+    for half in cutlass.range_constexpr(VALUE_HALVES):
+        v = a[None, None, None, (first_half, second_half)[half]]
+        accumulate = Boolean(half > 0)
+        umma.issue_umma(mma, acc, v, dout, accumulate, range(slabs), -half * slabs)

@@ -1,20 +1,30 @@
-"""What the roles of the Blackwell backward share: bundles, operands, layouts."""
+"""Shared by the roles of the Blackwell backward: bundles, layouts, loads, products."""
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.pipeline import PipelineProducer
 
-from jax_fa.config import BlackwellBackward, KernelKey
 from jax_fa.kernels import edges, primitives, tiles
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
-from jax_fa.kernels.backward_work import Arrays, Scalars, Tma
-from jax_fa.kernels.sm100.plan_bwd import ADD_STAGES, ADD_WARPS, ROWS, STATS
+from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Tma, Work
+from jax_fa.kernels.sm100 import bwd_instructions, umma
+from jax_fa.kernels.sm100.plan import MMA_ROWS
+from jax_fa.kernels.sm100.plan_bwd import (
+    REDUCE_STAGES,
+    REDUCE_WARPS,
+    STATS,
+    VALUE_HALVES,
+)
+from jax_fa.spec.config_sm100 import BlackwellBackward
+from jax_fa.spec.key import KernelKey
 
 
-class Variant(NamedTuple):
-    """What is fixed at compile time."""
+class BackwardVariant(NamedTuple):
+    """All that is fixed at compile time."""
 
     key: KernelKey
     config: BlackwellBackward
@@ -27,7 +37,7 @@ class Variant(NamedTuple):
 
     @property
     def p_moves(self) -> bool:
-        """P of the second warpgroup of attend lies over S of the first."""
+        """P of the second warpgroup of the role compute lies over S of the first."""
         return any(barrier.name == "read" for barrier in self.plan.barriers)
 
     @property
@@ -41,7 +51,11 @@ class Variant(NamedTuple):
         return primitives.DTYPES[self.key.dtype]
 
 
-class Layouts(NamedTuple):
+COLUMN_HALVES = ("k_columns", "q_columns", "dout_columns")
+"""Operands of which the CTAs of a pair have halves by columns; of others, by rows."""
+
+
+class BackwardLayouts(NamedTuple):
     """Shared memory layouts; the last four are of a pair of CTAs."""
 
     k: cute.ComposedLayout  # (128, D)
@@ -49,48 +63,43 @@ class Layouts(NamedTuple):
     q: cute.ComposedLayout  # (block_q / ctas, D, q_stages)
     dout: cute.ComposedLayout  # (block_q / ctas, Dv, dout_stages)
     ds: cute.ComposedLayout  # (128 keys, block_q), of a pair (256 keys, 64 queries)
-    dq: cute.Layout  # (4, lane, add_columns / 4, stage, warp), as in ``Scratch.dq_sum``
+    dq: cute.Layout  # (4, lane, reduce_columns / 4, stage, warp), as in ``Scratch.dq_sum``
     stats: cute.Layout  # (block_q, {lse2, delta}, stages)
-    kt: cute.ComposedLayout | None = None  # (256, D / 2)
-    qt: cute.ComposedLayout | None = None  # (128, D / 2, q_stages)
-    dout_t: cute.ComposedLayout | None = None  # (128, Dv / 2, dout_stages)
+    k_columns: cute.ComposedLayout | None = None  # (256, D / 2)
+    q_columns: cute.ComposedLayout | None = None  # (128, D / 2, q_stages)
+    dout_columns: cute.ComposedLayout | None = None  # (128, Dv / 2, dout_stages)
     ds_parts: cute.ComposedLayout | None = None  # (128 keys, 64 queries, {ds, ds, ds_out})
 
 
-def make_layouts(variant: Variant) -> Layouts:
+def make_layouts(variant: BackwardVariant) -> BackwardLayouts:
     """The layouts of a variant's shared memory."""
     key, config, dtype = variant.key, variant.config, variant.dtype
-    fours, ctas = config.add_columns // FLOATS, variant.plan.ctas
+    fours, ctas = config.reduce_columns // FLOATS, variant.plan.ctas
     stats = cute.make_layout((config.block_q, STATS, variant.plan.edge("stats").stages))
-    dq = cute.make_layout((FLOATS, edges.WARP, fours, ADD_STAGES, ADD_WARPS))
+    dq = cute.make_layout((FLOATS, edges.WARP, fours, REDUCE_STAGES, REDUCE_WARPS))
+    rows = config.block_q // ctas
+    shapes = {
+        "k": (MMA_ROWS, key.head_dim),
+        "v": (MMA_ROWS, key.value_dim),
+        "q": (rows, key.head_dim, config.q_stages),
+        "dout": (rows, key.value_dim, config.dout_stages),
+        "ds": (MMA_ROWS * ctas, rows),
+    }
+    if config.sweeps == 2:
+        shapes["v"] = (MMA_ROWS, key.value_dim // VALUE_HALVES, VALUE_HALVES)
     if ctas > 1:
-        shapes = {
-            "k": (ROWS, key.head_dim),
-            "v": (ROWS, key.value_dim),
-            "q": (ROWS // ctas, key.head_dim, config.q_stages),
-            "dout": (ROWS // ctas, key.value_dim, config.dout_stages),
-            "ds": (ROWS * ctas, ROWS // ctas),
-            "kt": (ROWS * ctas, key.head_dim // ctas),
-            "qt": (ROWS, key.head_dim // ctas, config.q_stages),
-            "dout_t": (ROWS, key.value_dim // ctas, config.dout_stages),
-            "ds_parts": (ROWS, ROWS // ctas, ctas + 1),
+        shapes |= {
+            "k_columns": (MMA_ROWS * ctas, key.head_dim // ctas),
+            "q_columns": (config.block_q, key.head_dim // ctas, config.q_stages),
+            "dout_columns": (config.block_q, key.value_dim // ctas, config.dout_stages),
+            "ds_parts": (MMA_ROWS, rows, ctas + 1),
         }
-        swizzled = {name: primitives.smem_layout(dtype, shape) for name, shape in shapes.items()}
-        return Layouts(**swizzled, dq=dq, stats=stats)
-    v = (ROWS, key.value_dim) if config.sweeps == 1 else (ROWS, key.value_dim // 2, 2)
-    return Layouts(
-        k=primitives.smem_layout(dtype, (ROWS, key.head_dim)),
-        v=primitives.smem_layout(dtype, v),
-        q=primitives.smem_layout(dtype, (config.block_q, key.head_dim, config.q_stages)),
-        dout=primitives.smem_layout(dtype, (config.block_q, key.value_dim, config.dout_stages)),
-        ds=primitives.smem_layout(dtype, (ROWS, config.block_q)),
-        dq=dq,
-        stats=stats,
-    )
+    swizzled = {name: primitives.smem_layout(dtype, shape) for name, shape in shapes.items()}
+    return BackwardLayouts(**swizzled, dq=dq, stats=stats)
 
 
-class Smem(NamedTuple):
-    """Shared memory, as in ``Layouts``; the last four are of a pair."""
+class BackwardSmem(NamedTuple):
+    """Shared memory, as in ``BackwardLayouts``; the last four are of a pair."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -99,31 +108,218 @@ class Smem(NamedTuple):
     ds: cute.Tensor
     dq: cute.Tensor
     stats: cute.Tensor
-    scrub: cute.Pointer  # one mbarrier
-    segment_rows: cute.Tensor  # (4,) kernels/segments.py
-    kt: Any = None
-    qt: Any = None
-    dout_t: Any = None
+    zero_fill: cute.Pointer  # one mbarrier, of loads whose last rows become zero
+    found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
+    k_columns: Any = None
+    q_columns: Any = None
+    dout_columns: Any = None
     ds_parts: Any = None
 
 
-class Context(NamedTuple):
-    """What all roles work with."""
+class BackwardContext(NamedTuple):
+    """All that the roles work with."""
 
     tma: Tma
     arrays: Arrays
     scratch: Scratch
     scalars: Scalars
     order: tiles.Order
-    smem: Smem
+    smem: BackwardSmem
     tmem: cute.Pointer
     lone_tma: Tma | None = None  # of a pair: counts at this CTA's barriers, not at the first's
 
 
-def first_key(variant: Variant, tile: tiles.Tile) -> Int32:
+def first_key(variant: BackwardVariant, tile: tiles.Tile) -> Int32:
     """Number in its sequence of this CTA's first key of a tile."""
     ctas = variant.plan.ctas
-    return (tile.q_block * ctas + tiles.rank_in_cluster(ctas)) * ROWS
+    return (tile.block * ctas + tiles.rank_in_cluster(ctas)) * MMA_ROWS
+
+
+# ------------------------------------------------------------------------------------------- loads
+
+
+class Operand(NamedTuple):
+    """An operand that TMA brings, block by block.
+
+    Attributes:
+        array: (rows, columns, heads, batches), as TMA sees them.
+        tma: its descriptor.
+        lone_tma: of a pair, the descriptor that counts at this CTA's barriers.
+        ring: (rows, columns, stages) of shared memory; with one stage, (rows, columns).
+        has_columns: the CTAs of a pair have halves of its columns; else of its rows.
+    """
+
+    array: cute.Tensor
+    tma: cute.CopyAtom
+    lone_tma: cute.CopyAtom | None
+    ring: cute.Tensor
+    has_columns: bool
+
+
+def operand_of(x: BackwardContext, name: str) -> Operand:
+    """The operand ``name`` of the products, on its way to the ring of this name."""
+    lone_tma = None if x.lone_tma is None else getattr(x.lone_tma, name)
+    array, tma, ring = (getattr(bundle, name) for bundle in (x.arrays, x.tma, x.smem))
+    return Operand(array, tma, lone_tma, ring, name in COLUMN_HALVES)
+
+
+class Block(NamedTuple):
+    """A block of a sequence.
+
+    Attributes:
+        rows: (rows, columns), from the first of the sequence on.
+        number: of the block.
+        length: rows that the sequence uses.
+    """
+
+    rows: cute.Tensor
+    number: Int32
+    length: Int32
+
+
+@cute.jit
+def load_keys(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    operand: Operand,
+    work: Work,
+    slot: Any,
+    phase: Int32,
+) -> Int32:
+    """Loads the tile's keys or values into the stage ``slot``; of a pair, this CTA's half.
+
+    Returns the next phase of the barrier ``zero_fill``.
+    """
+    rows = operand.array[None, None, work.tile.kv_head, work.tile.batch]
+    rows = cute.domain_offset((work.kv_start, 0), rows)
+    block = Block(rows, work.tile.block, work.window.kv_len)
+    return _load_block(variant, x, operand, block, slot, phase)
+
+
+class Loaded(NamedTuple):
+    """The results of a load.
+
+    Attributes:
+        end: of the operand's edge, advanced.
+        phase: the next one of the barrier ``zero_fill``.
+    """
+
+    end: PipelineProducer
+    phase: Int32
+
+
+@cute.jit
+def load_queries(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    operand: Operand,
+    work: Work,
+    at: Step,
+    end: PipelineProducer,
+    phase: Int32,
+) -> Loaded:
+    """Loads the rows of q or dO of a step into the next stage; of a pair, this CTA's half."""
+    slot = end.acquire_and_advance()
+    rows = operand.array[None, None, at.head, work.tile.batch]
+    rows = cute.domain_offset((work.q_start, 0), rows)
+    block = Block(rows, at.q_block, work.window.q_len)
+    return Loaded(end, _load_block(variant, x, operand, block, slot, phase))
+
+
+class LoadedWithStats(NamedTuple):
+    """``Loaded``, and the advanced end of the edge stats."""
+
+    end: PipelineProducer
+    stats: PipelineProducer
+    phase: Int32
+
+
+@cute.jit
+def load_with_stats(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    operand: Operand,
+    work: Work,
+    at: Step,
+    end: PipelineProducer,
+    stats: PipelineProducer,
+    phase: Int32,
+) -> LoadedWithStats:
+    """``load_queries``, then ``load_stats``."""
+    end, phase = load_queries(variant, x, operand, work, at, end, phase)
+    stats = load_stats(variant, x, work, at, stats)
+    return LoadedWithStats(end, stats, phase)
+
+
+@cute.jit
+def _load_block(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    operand: Operand,
+    block: Block,
+    slot: Any,
+    phase: Int32,
+) -> Int32:
+    """Loads a block into the stage ``slot``; rows that the sequence does not use become zero.
+
+    Their P and dS are 0, but 0 * NaN is not. Behind the array's last row TMA fills with zeros by
+    itself; what lies between goes over a barrier of its own, for the last rows of a sequence. A
+    half by columns is as high as the block. Returns the next phase of the barrier ``zero_fill``.
+    """
+    tile = operand.ring
+    if const_expr(cute.rank(tile) > 2):
+        tile = tile[None, None, slot.index]
+    ctas, rank = variant.plan.ctas, tiles.rank_in_cluster(variant.plan.ctas)
+    height, width = cute.product_each(tile.shape)
+    row, column = block.number, rank
+    if const_expr(not operand.has_columns):
+        row, column = block.number * ctas + rank, 0
+    used = block.length - row * height
+    pieces = cute.local_tile(block.rows, (height, width), (None, column))
+    target, source = primitives.tma_views(operand.tma, tile, pieces)
+    if const_expr(not variant.is_general):
+        cute.copy(operand.tma, source[None, row], target, tma_bar_ptr=slot.barrier)
+    else:
+        if used >= height:
+            cute.copy(operand.tma, source[None, row], target, tma_bar_ptr=slot.barrier)
+        else:
+            size_bytes = height * width * variant.dtype.width // 8
+            tma = operand.tma
+            if const_expr(ctas > 1):
+                tma = operand.lone_tma
+                target, source = primitives.tma_views(tma, tile, pieces)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(x.smem.zero_fill, size_bytes)
+            cute.copy(tma, source[None, row], target, tma_bar_ptr=x.smem.zero_fill)
+            cute.arch.mbarrier_wait(x.smem.zero_fill, phase)
+            phase = phase ^ 1
+            primitives.zero_fill_rows(tile, used)
+            with cute.arch.elect_one():
+                if const_expr(ctas > 1):
+                    bwd_instructions.complete_tx_of(edges.LEADER, slot.barrier, size_bytes)
+                else:
+                    primitives.complete_tx(slot.barrier, size_bytes)
+    return phase
+
+
+@cute.jit
+def load_stats(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    work: Work,
+    at: Step,
+    stats: PipelineProducer,
+) -> PipelineProducer:
+    """Loads the statistics of a step's query rows, all of them for each CTA; advances ``stats``."""
+    slot = stats.acquire_and_advance()
+    row = work.scratch_row + at.q_block * variant.config.block_q
+    for i, array in enumerate((x.scratch.lse2, x.scratch.delta)):
+        source = cute.domain_offset((row,), array[None, at.head])
+        primitives.bulk_load(source, x.smem.stats[None, i, slot.index], slot.barrier)
+    return stats
+
+
+# ---------------------------------------------------------------------------------------- products
 
 
 class Product(NamedTuple):
@@ -135,7 +331,7 @@ class Product(NamedTuple):
     b: cute.Tensor
 
 
-class Products(NamedTuple):
+class BackwardProducts(NamedTuple):
     """All five. ``b`` of the products with queries or dO has one more mode, of stages."""
 
     s: Product  # (keys, queries) = k q^T
@@ -145,73 +341,86 @@ class Products(NamedTuple):
     dq: Product  # (queries, D) = dS k; of two sweeps (D, queries) = k^T dS
 
 
-def make_products(variant: Variant, x: Context) -> Products:
-    """The products of a variant, with their memory.
+def make_products(variant: BackwardVariant, x: BackwardContext) -> BackwardProducts:
+    """The products of a variant, with their memory; those of a pair as its first CTA issues them.
 
-    Of two sweeps, ``a`` of dP has a mode of the halves of the values, and ``b`` is in the ring of
-    queries.
+    Sizes of operands are those of one CTA. Of two sweeps, ``a`` of dP has a mode of the halves of
+    the values, and ``b`` is in the ring of queries.
     """
     key, dtype, smem, block_q = variant.key, variant.dtype, x.smem, variant.config.block_q
+    ctas, is_swept_once = variant.plan.ctas, variant.config.sweeps == 1
     k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-    is_swept_once = variant.config.sweeps == 1
-    scores = primitives.make_umma(dtype, block_q, k_major)
-    dv = primitives.make_umma(dtype, key.value_dim, mn_major, a_in_tmem=True)
-    dk = primitives.make_umma(dtype, key.head_dim, mn_major, a_in_tmem=True)
+    scores = umma.make_umma(dtype, block_q, k_major, ctas=ctas)
+    dv = umma.make_umma(dtype, key.value_dim, mn_major, a_in_tmem=True, ctas=ctas)
+    dk = umma.make_umma(dtype, key.head_dim, mn_major, a_in_tmem=True, ctas=ctas)
     dq_columns = key.head_dim if is_swept_once else block_q
-    dq = primitives.make_umma(dtype, dq_columns, mn_major, a_major=mn_major)
+    dq = umma.make_umma(
+        dtype, dq_columns, mn_major, ctas=ctas, a_major=mn_major, rows=MMA_ROWS // ctas
+    )
 
     def a_in_smem(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
-        return mma.make_fragment_A(mma.get_slice(0).partition_A(tile))
+        own = mma.get_slice(0).partition_A(tile) if ctas == 1 else umma.umma_operand(tile)
+        return mma.make_fragment_A(own)
 
     def b_in_smem(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
-        return mma.make_fragment_B(mma.get_slice(0).partition_B(tile))
+        own = mma.get_slice(0).partition_B(tile) if ctas == 1 else umma.umma_operand(tile)
+        return mma.make_fragment_B(own)
 
-    q_rows, dout_rows = primitives.transposed(smem.q), primitives.transposed(smem.dout)
-    ds_rows, k_rows = primitives.transposed(smem.ds), primitives.transposed(smem.k)
-    dq_operands = a_in_smem(dq, ds_rows), b_in_smem(dq, k_rows)
-    dq_rows = ROWS
-    if not is_swept_once:
-        dq_operands = a_in_smem(dq, k_rows), b_in_smem(dq, ds_rows)
-        dq_rows = key.head_dim
-    return Products(
+    by_columns = smem.k, smem.q, smem.dout
+    if ctas > 1:
+        by_columns = smem.k_columns, smem.q_columns, smem.dout_columns
+    k_t, q_t, dout_t = (primitives.transposed(tensor) for tensor in by_columns)
+    ds_t = primitives.transposed(smem.ds)
+    keys, dq_rows = MMA_ROWS * ctas, MMA_ROWS if is_swept_once else key.head_dim
+    dq_a, dq_b = (ds_t, k_t) if is_swept_once else (k_t, ds_t)
+    dq_operands = a_in_smem(dq, dq_a), b_in_smem(dq, dq_b)
+    return BackwardProducts(
         Product(
             scores,
-            accumulator(variant, x, scores, ("s", ROWS, block_q)),
+            accumulator(variant, x, scores, "s", keys, block_q),
             a_in_smem(scores, smem.k),
             b_in_smem(scores, smem.q),
         ),
         Product(
             scores,
-            accumulator(variant, x, scores, ("dp", ROWS, block_q)),
+            accumulator(variant, x, scores, "dp", keys, block_q),
             a_in_smem(scores, smem.v),
             b_in_smem(scores, smem.dout if is_swept_once else smem.q),
         ),
         Product(
             dv,
-            accumulator(variant, x, dv, ("dv", ROWS, key.value_dim)),
+            accumulator(variant, x, dv, "dv", keys, key.value_dim),
             halves(variant, x.tmem, dv, "p"),
-            b_in_smem(dv, dout_rows),
+            b_in_smem(dv, dout_t),
         ),
         Product(
             dk,
-            accumulator(variant, x, dk, ("dk", ROWS, key.head_dim)),
+            accumulator(variant, x, dk, "dk", keys, key.head_dim),
             halves(variant, x.tmem, dk, "ds"),
-            b_in_smem(dk, q_rows),
+            b_in_smem(dk, q_t),
         ),
-        Product(dq, accumulator(variant, x, dq, ("dq", dq_rows, dq_columns)), *dq_operands),
+        Product(dq, accumulator(variant, x, dq, "dq", dq_rows, dq_columns), *dq_operands),
     )
 
 
-def accumulator(variant: Variant, x: Context, mma: cute.TiledMma, what: tuple) -> cute.Tensor:
-    """A result in tensor memory; ``what`` is its (name, rows, columns)."""
-    name, *shape = what
-    layout = mma.make_fragment_C(mma.partition_shape_C(tuple(shape))).layout
+def accumulator(
+    variant: BackwardVariant,
+    x: BackwardContext,
+    mma: cute.TiledMma,
+    name: str,
+    rows: int,
+    columns: int,
+) -> cute.Tensor:
+    """The result ``name`` in tensor memory, of ``rows`` in all CTAs."""
+    layout = mma.make_fragment_C(mma.partition_shape_C((rows, columns))).layout
     return cute.make_tensor(x.tmem + variant.plan.columns(name).start, layout)
 
 
-def halves(variant: Variant, tmem: cute.Pointer, mma: cute.TiledMma, name: str) -> cute.Tensor:
+def halves(
+    variant: BackwardVariant, tmem: cute.Pointer, mma: cute.TiledMma, name: str
+) -> cute.Tensor:
     """P or dS, in tensor memory from ``tmem`` on, as A operand, in two halves."""
-    rows = ROWS * variant.plan.ctas
+    rows = MMA_ROWS * variant.plan.ctas
     half = mma.make_fragment_A(mma.partition_shape_A((rows, variant.config.half_q))).layout
     *modes, slabs = half.shape
     *strides, slab = half.stride
@@ -222,21 +431,11 @@ def halves(variant: Variant, tmem: cute.Pointer, mma: cute.TiledMma, name: str) 
     return cute.make_tensor(pointer, layout)
 
 
-def place_of_dq(variant: Variant, warp: Int32, column: int) -> tuple[Int32, Int32]:
-    """Which 32 rows of a query tile a warp of a pair adds to, and where in them its ``column`` is.
-
-    Two warps share 32 of the CTA's 64 rows: Note [dQ overwrites half of S].
-    """
-    ctas = variant.plan.ctas
-    groups = ADD_WARPS // ctas
-    rows = tiles.rank_in_cluster(ctas) * groups + warp % groups
-    return rows, warp // groups * (variant.key.head_dim // ctas) + column
-
-
-def slot_of(variant: Variant, scratch: Scratch, row: Int32, head: Int32) -> cute.Tensor:
-    """(4, block_q * D / 4) sums of dQ of the query tile at ``row`` of ``Scratch``."""
-    fours = variant.key.head_dim // FLOATS
-    sums = cute.domain_offset((0, row * fours), scratch.dq_sum[None, None, head])
-    return cute.make_tensor(
-        sums.iterator, cute.make_layout((FLOATS, variant.config.block_q * fours))
-    )
+@cute.jit
+def multiply(product: Product, accumulate: Boolean | bool, stage: Int32 | None = None):
+    """Issues all slabs of a product; ``stage`` is that of its B operand, if B is in a ring."""
+    b = product.b
+    if const_expr(stage is not None):
+        b = b[None, None, None, stage]
+    slabs = range(cute.size(product.a, mode=[2]))
+    umma.issue_umma(product.mma, product.acc, product.a, b, accumulate, slabs)

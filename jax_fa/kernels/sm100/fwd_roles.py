@@ -1,9 +1,11 @@
-"""Blackwell forward: the roles load, mma and store; softmax and correct are in ``fwd_softmax.py``.
+"""Blackwell forward: the roles load, mma and store.
 
-Every role walks the same tiles in the same order by itself. Roles, edges and memory: ``plan.py``.
+Softmax and correction are in ``fwd_softmax.py``. Every role walks the same tiles in the same order
+by itself. Roles, edges and memory: ``plan.py``.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -19,23 +21,25 @@ from jax_fa.kernels.forward_work import (
     Tma,
     Variant,
     Work,
+    below,
     load_granules,
-    load_partial_v,
     tile_at,
     work_on,
 )
+from jax_fa.kernels.loads import Detour, copy_zero_filled
+from jax_fa.kernels.sm100 import umma
 from jax_fa.kernels.sm100.plan import (
-    BLOCK_KV,
     CHUNK,
     HANDED_OVER_FIRST,
-    ROWS,
+    MMA_ROWS,
     SLAB,
     Tiling,
     tiling,
 )
+from jax_fa.spec import division
 
 
-class Smem(NamedTuple):
+class ForwardSmem(NamedTuple):
     """Shared memory; the sizes are those of ``plan.Tiling``."""
 
     q: cute.Tensor  # (128, D, q_tiles)
@@ -43,45 +47,37 @@ class Smem(NamedTuple):
     v: cute.Tensor  # (kv_rows, Dv / ctas, kv_stages), the same bytes
     out: cute.Tensor  # (128, out_columns, 2)
     stats: cute.Tensor  # (128, 2, q_tiles) row, {shrink or sum, maximum}, query tile
-    scrub: cute.Pointer  # one mbarrier
-    segment_keys: cute.Tensor  # (4,) kernels/segments.py
+    zero_fill: cute.Pointer  # one mbarrier
+    found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
 
-class Context(NamedTuple):
-    """What all roles work with."""
+class ForwardContext(NamedTuple):
+    """Operands and memory, the same for all roles."""
 
     tma: Tma
     arrays: Arrays
     scalars: Scalars
     order: tiles.Order
-    packing: tiles.Packing
+    packing: division.Packing
     granules: Granules
-    smem: Smem
+    smem: ForwardSmem
     tmem: cute.Pointer
 
 
-@cute.jit
-def signal(slot):
-    """One arrival for this warp, after what all its lanes did."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        slot.commit()
-
-
 def tiling_of(variant: Variant) -> Tiling:
-    """How the kernel cuts its arrays."""
+    """The cut of a variant's arrays."""
     return tiling(variant.key, variant.config)
 
 
-class LoadPipes(NamedTuple):
-    """The ends that the role load holds."""
+class ForwardLoadPipes(NamedTuple):
+    """Ends held by the role load."""
 
     q: PipelineProducer
     kv: PipelineProducer
 
 
 @cute.jit
-def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
+def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardLoadPipes):
     """Fetches keys, query tiles, values; then key and value blocks, newest first. One warp.
 
     waits   q, kv empty (mma)     signals q, kv full (mma)
@@ -92,52 +88,61 @@ def load(variant: cutlass.Constexpr, x: Context, pipes: LoadPipes):
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
-        newest = work.blocks.end - 1
-        kv = _load_k(variant, x, work, newest, kv)
+        block = work.blocks.end - 1
+        kv = _load_k(variant, x, work, block, kv)
         for i in cutlass.range_constexpr(cut.q_tiles):
             slot = q.acquire_and_advance()
             if x.packing.heads == 1:
                 _load_q(variant, x, work, i, slot)
             else:
-                load_granules(variant, x, work, (i * ROWS, slot.index), slot.barrier)
-        for i in cutlass.range(newest - work.blocks.start, unroll=1):
-            block = newest - i
+                load_granules(variant, x, work, i * MMA_ROWS, slot.index, slot.barrier)
+        for _ in cutlass.range(work.num_blocks - 1, unroll=1):
+            following = below(variant, x, block)
             # In the order in which mma needs them.
             if const_expr(cut.q_tiles == 1):
-                kv = _load_k(variant, x, work, block - 1, kv)
-                kv, phase = _load_v(variant, x, work, block, (kv, phase))
+                kv = _load_k(variant, x, work, following, kv)
+                kv, phase = _load_v(variant, x, work, block, kv, phase)
             else:
-                kv, phase = _load_v(variant, x, work, block, (kv, phase))
-                kv = _load_k(variant, x, work, block - 1, kv)
-        kv, phase = _load_v(variant, x, work, work.blocks.start, (kv, phase))
+                kv, phase = _load_v(variant, x, work, block, kv, phase)
+                kv = _load_k(variant, x, work, following, kv)
+            block = following
+        kv, phase = _load_v(variant, x, work, work.blocks.start, kv, phase)
         tile = tile_at(variant, x, tile.slot + 1)
     # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
     q.tail()
     kv.tail()
 
 
-def _head(head: cute.Tensor, first: Int32, shape: tuple[int, int]) -> cute.Tensor:
-    """One head's rows from ``first`` on, cut: (rows, columns, cuts by rows, cuts by columns)."""
-    return cute.local_tile(cute.domain_offset((first, 0), head), shape, (None, None))
+def _blocks(head: cute.Tensor, first: Int32, rows: int, columns: int) -> cute.Tensor:
+    """One head's rows from ``first`` on, cut: (rows, columns, blocks of rows, of columns)."""
+    return cute.local_tile(cute.domain_offset((first, 0), head), (rows, columns), (None, None))
 
 
 @cute.jit
-def _load_q(variant: cutlass.Constexpr, x: Context, work: Work, i: cutlass.Constexpr[int], slot):
-    """One query tile of a single head."""
+def _load_q(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    work: Work,
+    index: cutlass.Constexpr[int],
+    slot,
+):
+    """Query tile ``index``, all of a single head."""
     first = work.span.first_row
     head = tiles.row_at(x.packing, work.tile, first, 0).head
     queries = x.arrays.q[None, None, head, work.tile.batch]
-    gQ = _head(queries, work.span.q_start + first, (ROWS, variant.key.head_dim))
+    gQ = _blocks(queries, work.span.own_start + first, MMA_ROWS, variant.key.head_dim)
     sQ, gQ = primitives.tma_views(x.tma.q, x.smem.q, gQ)
-    cute.copy(x.tma.q, gQ[None, i, 0], sQ[None, slot.index], tma_bar_ptr=slot.barrier)
+    cute.copy(x.tma.q, gQ[None, index, 0], sQ[None, slot.index], tma_bar_ptr=slot.barrier)
 
 
 @cute.jit
-def _load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, kv: PipelineProducer):
+def _load_k(
+    variant: cutlass.Constexpr, x: ForwardContext, work: Work, block: Int32, kv: PipelineProducer
+):
     """This CTA's rows of one block of keys, some columns by stage; returns the advanced end."""
     cut, ctas = tiling_of(variant), variant.plan.ctas
     keys = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
-    gK = _head(keys, work.span.kv_start, (BLOCK_KV // ctas, cut.kv_columns))
+    gK = _blocks(keys, work.span.swept_start, variant.config.block_kv // ctas, cut.kv_columns)
     number = block * ctas + tiles.rank_in_cluster(ctas)
     sK, gK = primitives.tma_views(x.tma.k, x.smem.k, gK)
     for part in cutlass.range_constexpr(cut.k_parts):
@@ -147,17 +152,23 @@ def _load_k(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, kv
 
 
 @cute.jit
-def _load_v(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, ends: tuple):
+def _load_v(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    work: Work,
+    block: Int32,
+    kv: PipelineProducer,
+    phase: Int32,
+):
     """This CTA's columns of one block of values, some rows by stage.
 
-    Rows beyond the sequence's keys become zero.
-    ``ends`` is (end of kv, phase of the scrub barrier), returned as they are then.
+    Rows beyond the sequence's keys become zero; ``phase`` is that of the barrier for zero-filled
+    loads. Returns the advanced end and phase.
     """
-    kv, phase = ends
     cut, ctas = tiling_of(variant), variant.plan.ctas
     rank = tiles.rank_in_cluster(ctas)
     rows = x.arrays.v[None, None, work.tile.kv_head, work.tile.batch]
-    gV = _head(rows, work.span.kv_start, (cut.kv_rows, variant.key.value_dim // ctas))
+    gV = _blocks(rows, work.span.swept_start, cut.kv_rows, variant.key.value_dim // ctas)
     sV, gV = primitives.tma_views(x.tma.v, x.smem.v, gV)
     for part in cutlass.range_constexpr(cut.v_parts):
         slot = kv.acquire_and_advance()
@@ -167,35 +178,50 @@ def _load_v(variant: cutlass.Constexpr, x: Context, work: Work, block: Int32, en
             # Behind the array's last row TMA fills with zeros by itself.
             cute.copy(x.tma.v, source, target, tma_bar_ptr=slot.barrier)
         else:
-            used = work.span.kv_len - number * cut.kv_rows
+            used = work.span.swept_len - number * cut.kv_rows
             if used >= cut.kv_rows:
                 cute.copy(x.tma.v, source, target, tma_bar_ptr=slot.barrier)
             else:
-                load_partial_v(variant, x, (source, target), used, slot, phase)
+                tile, detour = x.smem.v[None, None, slot.index], Detour(x.smem.zero_fill, phase)
+                size_bytes = copy_zero_filled(x.tma.v, source, target, tile, used, detour)
+                with cute.arch.elect_one():
+                    primitives.complete_tx(slot.barrier, size_bytes)
                 phase = phase ^ 1
     return kv, phase
 
 
 class Answers(NamedTuple):
-    """What PV of one query tile waits for."""
+    """Ends that PV of one query tile waits at."""
 
     scaled: PipelineConsumer
     p: PipelineConsumer
     p_rest: PipelineConsumer
 
 
-class MmaPipes(NamedTuple):
-    """The ends that the role mma holds; tuples are by query tile."""
+class ForwardMmaPipes(NamedTuple):
+    """Ends held by the role mma, without those of single query tiles."""
 
     q: PipelineConsumer
     kv: PipelineConsumer
-    s: tuple[PipelineProducer, ...]
-    answers: tuple[Answers, ...]
     o: PipelineProducer
 
 
+class ForwardMmaTilePipes(NamedTuple):
+    """Ends held by the role mma for one query tile."""
+
+    s: PipelineProducer
+    scaled: PipelineConsumer
+    p: PipelineConsumer
+    p_rest: PipelineConsumer
+
+    @property
+    def answers(self) -> Answers:
+        """Those that PV waits at."""
+        return Answers(self.scaled, self.p, self.p_rest)
+
+
 class Products(NamedTuple):
-    """Operands of both products, and layouts of what they have in tensor memory."""
+    """Both products: instructions, operands in shared memory, layouts in tensor memory."""
 
     qk: cute.TiledMma
     pv: cute.TiledMma
@@ -207,19 +233,20 @@ class Products(NamedTuple):
     o: cute.Layout  # (_, 1, 1)
 
 
-def _make_products(variant: Variant, x: Context) -> Products:
+def _make_products(variant: Variant, x: ForwardContext) -> Products:
     key, dtype, ctas = variant.key, variant.dtype, variant.plan.ctas
-    qk = primitives.make_umma(dtype, BLOCK_KV, OperandMajorMode.K, False, ctas)
-    pv = primitives.make_umma(dtype, key.value_dim, OperandMajorMode.MN, True, ctas)
-    rows = ROWS * ctas
+    block_kv = variant.config.block_kv
+    qk = umma.make_umma(dtype, block_kv, OperandMajorMode.K, False, ctas)
+    pv = umma.make_umma(dtype, key.value_dim, OperandMajorMode.MN, True, ctas)
+    rows = MMA_ROWS * ctas
     return Products(
         qk=qk,
         pv=pv,
-        q=qk.make_fragment_A(primitives.umma_operand(x.smem.q)),
-        k=qk.make_fragment_B(primitives.umma_operand(x.smem.k)),
-        v=pv.make_fragment_B(primitives.umma_operand(primitives.transposed(x.smem.v))),
-        s=qk.make_fragment_C(qk.partition_shape_C((rows, BLOCK_KV))).layout,
-        p=pv.make_fragment_A(pv.partition_shape_A((rows, BLOCK_KV))).layout,
+        q=qk.make_fragment_A(umma.umma_operand(x.smem.q)),
+        k=qk.make_fragment_B(umma.umma_operand(x.smem.k)),
+        v=pv.make_fragment_B(umma.umma_operand(primitives.transposed(x.smem.v))),
+        s=qk.make_fragment_C(qk.partition_shape_C((rows, block_kv))).layout,
+        p=pv.make_fragment_A(pv.partition_shape_A((rows, block_kv))).layout,
         o=pv.make_fragment_C(pv.partition_shape_C((rows, key.value_dim))).layout,
     )
 
@@ -227,58 +254,59 @@ def _make_products(variant: Variant, x: Context) -> Products:
 def scores_at(variant: Variant, name: str, index: int, stage: Int32) -> Int32 | int:
     """First column of "s" or "p" of a query tile; ``stage`` is that of its edge s."""
     first = variant.plan.columns(f"{name}{index}").start
-    return first if tiling_of(variant).s_stages == 1 else first + stage * BLOCK_KV
+    return first if tiling_of(variant).s_stages == 1 else first + stage * variant.config.block_kv
 
 
 @cute.jit
-def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
+def mma(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    pipes: ForwardMmaPipes,
+    of_tiles: Sequence[ForwardMmaTilePipes],
+):
     """Issues all products, so that two blocks of S are always in flight. One warp.
 
     Two query tiles: S0 S1, then (PV0 S0 PV1 S1) per block, then PV0 PV1. One: S, then (S PV) per
     block, then PV: S is one block ahead.
 
-    waits   q, kv full (load), p, p_rest full (softmax), scaled full (correct)
-    signals s full (softmax), o full (correct), q, kv empty (load)
+    waits   q, kv full (load), p, p_rest full (softmax), scaled full (correction)
+    signals s full (softmax), o full (correction), q, kv empty (load)
     """
-    q, kv, o = pipes.q, pipes.kv, pipes.o
+    q, kv, o = pipes
     cut = tiling_of(variant)
-    s0, s1 = pipes.s[0], pipes.s[-1]
-    answers0, answers1 = pipes.answers[0], pipes.answers[-1]
+    s0, s1 = of_tiles[0].s, of_tiles[-1].s
+    answers0, answers1 = of_tiles[0].answers, of_tiles[-1].answers
     products = _make_products(variant, x)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         q0_full = q.wait_and_advance()
-        kv, s0, k_full = _multiply_qk(variant, x, products, 0, (kv, s0, ()))
+        kv, s0, k_full = _multiply_qk(variant, x, products, 0, kv, s0, ())
         if const_expr(cut.q_tiles == 2):
             q1_full = q.wait_and_advance()
-            kv, s1, _ = _multiply_qk(variant, x, products, 1, (kv, s1, k_full))
-        steps = work.blocks.end - work.blocks.start - 1
+            kv, s1, _ = _multiply_qk(variant, x, products, 1, kv, s1, k_full)
+        steps = work.num_blocks - 1
         for i in cutlass.range(steps, unroll=1):
             if const_expr(cut.q_tiles == 1):
-                kv, s0, _ = _multiply_qk(variant, x, products, 0, (kv, s0, ()))
-                kv, answers0, _ = _multiply_pv(variant, x, products, 0, i > 0, (kv, answers0, ()))
+                kv, s0, _ = _multiply_qk(variant, x, products, 0, kv, s0, ())
+                kv, answers0, _ = _multiply_pv(variant, x, products, 0, i > 0, kv, answers0, ())
                 o.commit()
                 o.advance()
             else:
                 kv, answers0, v_full = _multiply_pv(
-                    variant, x, products, 0, i > 0, (kv, answers0, ())
+                    variant, x, products, 0, i > 0, kv, answers0, ()
                 )
-                kv, s0, k_next = _multiply_qk(variant, x, products, 0, (kv, s0, ()))
-                kv, answers1, _ = _multiply_pv(
-                    variant, x, products, 1, i > 0, (kv, answers1, v_full)
-                )
-                kv, s1, _ = _multiply_qk(variant, x, products, 1, (kv, s1, k_next))
+                kv, s0, k_next = _multiply_qk(variant, x, products, 0, kv, s0, ())
+                kv, answers1, _ = _multiply_pv(variant, x, products, 1, i > 0, kv, answers1, v_full)
+                kv, s1, _ = _multiply_qk(variant, x, products, 1, kv, s1, k_next)
         q0_full.release()
         if const_expr(cut.q_tiles == 2):
             q1_full.release()
-        kv, answers0, v_full = _multiply_pv(variant, x, products, 0, steps > 0, (kv, answers0, ()))
+        kv, answers0, v_full = _multiply_pv(variant, x, products, 0, steps > 0, kv, answers0, ())
         o.commit()
         o.advance()
         if const_expr(cut.q_tiles == 2):
-            kv, answers1, _ = _multiply_pv(
-                variant, x, products, 1, steps > 0, (kv, answers1, v_full)
-            )
+            kv, answers1, _ = _multiply_pv(variant, x, products, 1, steps > 0, kv, answers1, v_full)
             o.commit()
             o.advance()
         tile = tile_at(variant, x, tile.slot + 1)
@@ -287,26 +315,28 @@ def mma(variant: cutlass.Constexpr, x: Context, pipes: MmaPipes):
 @cute.jit
 def _multiply_qk(
     variant: cutlass.Constexpr,
-    x: Context,
+    x: ForwardContext,
     products: Products,
     index: cutlass.Constexpr[int],
-    ends: tuple,
+    kv: PipelineConsumer,
+    s: PipelineProducer,
+    k_parts: Sequence[Any],
 ):
-    """Issues S of one query tile. The first tile waits for the parts of keys, the last frees them.
+    """Issues S of query tile ``index``; returns the advanced ends, and the stages with the keys.
 
-    ``ends`` is (end of kv, end of s, parts of keys in hand), returned as they are then.
+    The first query tile waits for those, ``k_parts`` hands them to the next, and the last frees
+    them.
     """
-    kv, s, parts = ends
     cut = tiling_of(variant)
     s_slot = s.current_handle()
     s.advance()
     acc = cute.make_tensor(x.tmem + scores_at(variant, "s", index, s_slot.index), products.s)
     q, slabs, in_hand = products.q[None, None, None, index], cut.kv_columns // SLAB, []
     for part in cutlass.range_constexpr(cut.k_parts):
-        k_full = kv.wait_and_advance() if index == 0 else parts[part]
+        k_full = kv.wait_and_advance() if index == 0 else k_parts[part]
         k = products.k[None, None, None, k_full.index]
         begin = part * slabs
-        primitives.issue_umma(products.qk, acc, q, k, False, range(begin, begin + slabs), begin)
+        umma.issue_umma(products.qk, acc, q, k, False, range(begin, begin + slabs), begin)
         if const_expr(index + 1 == cut.q_tiles):
             k_full.release()
         in_hand.append(k_full)
@@ -317,75 +347,83 @@ def _multiply_qk(
 @cute.jit
 def _multiply_pv(
     variant: cutlass.Constexpr,
-    x: Context,
+    x: ForwardContext,
     products: Products,
     index: cutlass.Constexpr[int],
     accumulate: Boolean,
-    ends: tuple,
+    kv: PipelineConsumer,
+    answers: Answers,
+    v_parts: Sequence[Any],
 ):
-    """Issues PV of one query tile: three quarters of the keys, then the others.
+    """Issues PV of query tile ``index``: three quarters of the keys, then the others.
 
-    ``ends`` is (end of kv, answers, parts of values in hand), returned as they are then; parts are
-    waited for and freed as in ``_multiply_qk``.
+    Returns the advanced ends, and the stages with the values, which are waited for, handed on and
+    freed like the keys of ``_multiply_qk``.
     """
-    kv, (scaled, p, p_rest), parts = ends
+    scaled, p, p_rest = answers
     cut = tiling_of(variant)
     pv, slabs, in_hand = products.pv, cut.kv_rows // SLAB, []
     acc = cute.make_tensor(x.tmem + variant.plan.columns(f"o{index}").start, products.o)
     first = HANDED_OVER_FIRST * CHUNK // SLAB
     for part in cutlass.range_constexpr(cut.v_parts):
-        v_full = kv.wait_and_advance() if index == 0 else parts[part]
+        v_full = kv.wait_and_advance() if index == 0 else v_parts[part]
         if const_expr(part == 0):
             scaled.wait_and_advance()
             p_full = p.wait_and_advance()
-            primitives.after_thread_sync()
+            umma.after_thread_sync()
             start = x.tmem + scores_at(variant, "p", index, p_full.index)
             a = cute.make_tensor(cute.recast_ptr(start, dtype=variant.dtype), products.p)
         b = products.v[None, None, None, v_full.index]
         begin, end = part * slabs, (part + 1) * slabs
         early, late = range(begin, min(end, first)), range(max(begin, first), end)
         if const_expr(len(early) > 0):
-            primitives.issue_umma(pv, acc, a, b, accumulate, early, begin)
+            umma.issue_umma(pv, acc, a, b, accumulate, early, begin)
         if const_expr(begin <= first < end):
             p_rest.wait_and_advance()
-            primitives.after_thread_sync()
+            umma.after_thread_sync()
         if const_expr(len(late) > 0):
-            primitives.issue_umma(pv, acc, a, b, accumulate, late, begin)
+            umma.issue_umma(pv, acc, a, b, accumulate, late, begin)
         if const_expr(index + 1 == cut.q_tiles):
             v_full.release()
         in_hand.append(v_full)
     return kv, Answers(scaled, p, p_rest), tuple(in_hand)
 
 
-def stores_whole_tile(variant: Variant, x: Context, work: Work, index: int) -> Boolean:
-    """Whether TMA can store all 128 rows of a query tile.
+def stores_whole_tile(variant: Variant, x: ForwardContext, work: Work, index: int) -> Boolean:
+    """True if TMA can store all 128 rows of a query tile.
 
-    They must be of one head, and the sequence's, or lie behind the array's end, which TMA knows.
-    Otherwise threads store their rows, and leave those of the next packed sequence alone.
+    They must belong to one head, and to the sequence or lie behind the array's end, which TMA
+    knows. Otherwise threads store their rows, and leave those of the next packed sequence alone.
     """
     is_whole = x.packing.heads == 1
     if variant.is_general:
-        end = work.span.first_row + (index + 1) * ROWS
-        is_packed = x.scalars.sequences.cu_seqlens_q.toint() != 0
-        is_whole &= (end <= work.span.q_slot) | ~is_packed
+        end = work.span.first_row + (index + 1) * MMA_ROWS
+        is_packed = x.scalars.sequences.cu_seqlens.own.toint() != 0
+        is_whole &= (end <= work.span.own_slot) | ~is_packed
     return is_whole
 
 
+class StorePipes(NamedTuple):
+    """The end held by the role store."""
+
+    out: PipelineConsumer
+
+
 @cute.jit
-def store(variant: cutlass.Constexpr, x: Context, out: PipelineConsumer):
+def store(variant: cutlass.Constexpr, x: ForwardContext, pipes: StorePipes):
     """Writes finished tiles to global memory by TMA. One warp.
 
-    waits   out full (correct)     signals out empty (correct)
+    waits   out full (correction)     signals out empty (correction)
     """
-    cut = tiling_of(variant)
+    cut, out = tiling_of(variant), pipes.out
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         for i in cutlass.range_constexpr(cut.q_tiles * cut.out_parts):
-            at = (i // cut.out_parts, i % cut.out_parts)
+            index, part = divmod(i, cut.out_parts)
             full = out.wait_and_advance()
-            if stores_whole_tile(variant, x, work, at[0]):
-                _store_part(variant, x, work, at, full)
+            if stores_whole_tile(variant, x, work, index):
+                _store_part(variant, x, work, index, part, full)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             with cute.arch.elect_one():
                 full.release()
@@ -393,16 +431,23 @@ def store(variant: cutlass.Constexpr, x: Context, out: PipelineConsumer):
 
 
 @cute.jit
-def _store_part(variant: cutlass.Constexpr, x: Context, work: Work, at: tuple, full):
-    """Some columns of a query tile; TMA leaves out the rows behind the array's last.
+def _store_part(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    work: Work,
+    index: cutlass.Constexpr[int],
+    part: cutlass.Constexpr[int],
+    full,
+):
+    """Stores part ``part`` of the columns of query tile ``index``.
 
-    ``at`` is (query tile, part of its columns).
+    TMA leaves out the rows behind the array's last.
     """
     first = work.span.first_row
     head = tiles.row_at(x.packing, work.tile, first, 0).head
     rows = x.arrays.out[None, None, head, work.tile.batch]
-    shape = (ROWS, tiling_of(variant).out_columns)
-    gOut = _head(rows, work.span.q_start + first, shape)
+    columns = tiling_of(variant).out_columns
+    gOut = _blocks(rows, work.span.own_start + first, MMA_ROWS, columns)
     sOut, gOut = primitives.tma_views(x.tma.out, x.smem.out, gOut)
-    cute.copy(x.tma.out, sOut[None, full.index], gOut[None, *at])
+    cute.copy(x.tma.out, sOut[None, full.index], gOut[None, index, part])
     cute.arch.cp_async_bulk_commit_group()

@@ -2,8 +2,8 @@
 
 A CTA owns two query tiles of 128 rows and works on both against the same key blocks, so that the
 tensor core multiplies for one while the softmax of the other is computed. Sixteen warps, one CTA
-per SM: two warpgroups do the softmax of one tile each, one keeps the accumulators to scale, and
-single warps load, multiply and store. Heads of 256 have one query tile: Note [One query tile].
+per SM: two warpgroups do the softmax of one tile each, one corrects the accumulators, and single
+warps load, multiply and store. Heads of 256 have one query tile: Note [One query tile].
 
 # Note [P overwrites S]
 The probabilities P of a block take the upper half of the columns of its scores S: 16-bit elements
@@ -19,9 +19,9 @@ With ``ctas`` = 2, two CTAs work on query blocks that see the same key/value hea
 query head or of two, and each product is one for both: 256 rows of Q or P, of which each CTA has
 its 128, times a block of which each CTA holds half, K by rows and V by columns, since both are cut
 along the product's N. S, P and O of a CTA's rows are in its own tensor memory, so the softmax,
-correct and store roles do not know the difference. Every CTA loads its halves; the first issues the
-products; who arrives where is said in edges.py, what for in config.py, at ``_PAIRED_HEADS`` (kernel
-design after FlashAttention-4, arXiv:2603.05451).
+correction and store roles do not know the difference. Every CTA loads its halves; the first issues
+the products. edges.py defines the arrivals; ``_PAIRED_HEADS`` in config_sm100.py says where pairs
+pay (kernel design after FlashAttention-4, arXiv:2603.05451).
 
 # Note [One row per thread]
 The 32x32b shape of tcgen05.ld gives every thread one row, where Hopper's accumulator spreads a row
@@ -31,7 +31,7 @@ over four: maxima and sums need no shuffles, statistics one word per thread.
 The maximum that P is relative to is raised only when a row's scores exceed it by more than
 ``RESCALE_LOG2`` in base 2. Until then P may reach 2 ** 8, which float16 and bfloat16 hold without
 loss of precision, and the sum and the accumulator, in float32, are relative to the same maximum. So
-the accumulator is seldom touched, and when it is, the correct role does it, not the softmax roles,
+the accumulator is seldom touched, and when it is, by the role correction, not by the softmax roles,
 whose time bounds the kernel (kernel design after FlashAttention-4, arXiv:2603.05451).
 
 # Note [One query tile]
@@ -39,13 +39,13 @@ With D = Dv = 256, O of two query tiles would fill tensor memory, so a CTA has o
 of keys ahead of PV instead: the tensor core computes S of the next block during the softmax of this
 one. A block takes it 2048 cycles, half of them for S. One softmax role needs 1024 cycles (1 - f) of
 the special function unit, or 571 issue slots, and a few hundred of latency, so that it waits for
-the tensor core and not the reverse. Two softmax roles would not shorten the bound, but had to agree
-on a maximum: since all P go into one O, they are relative to one maximum, which would pass from
-role to role with every block. Twelve warps, hence, and registers in plenty. Two things differ from
-two query tiles. S of a block no longer follows PV of the block before, so the role correct waits
-for that itself (edge o, by block) before it scales O; it has the 1024 cycles of the next S for it.
-And K and V are read for 128 rows, not 256: 128 KB by block and SM, 64 bytes a cycle, twice what
-other head sizes ask of the L2 cache; only CTAs that share a block could halve it.
+the tensor core and not the reverse. Two softmax roles would not shorten the bound, and they would
+have to agree on a maximum: all P go into one O, so they are relative to one maximum, which would
+pass from role to role with every block. Hence twelve warps, with registers to spare. Two things
+differ from two query tiles. S of a block no longer follows PV of the block before, so the role
+correction waits for that PV itself (edge o, by block) before it scales O; it has the 1024 cycles of
+the next S for it. And K and V are read for 128 rows, not 256: 128 KB by block and SM, 64 bytes a
+cycle, twice what other head sizes ask of the L2 cache; only CTAs that share a block could halve it.
 
 # Note [Parts of a block]
 The ring of keys and values has stages of 128 keys x 64 columns for heads of more than 128, a stage
@@ -60,8 +60,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jax_fa.config import BlackwellForward, KernelKey, blackwell_forward
 from jax_fa.kernels.edges import (
+    SMEM_CAPACITY_BYTES,
     WARPGROUP,
     WARPS_PER_GROUP,
     Buffer,
@@ -74,36 +74,39 @@ from jax_fa.kernels.edges import (
     check,
     ledger,
 )
+from jax_fa.spec import division
+from jax_fa.spec.config_sm100 import BlackwellForward, blackwell_forward
+from jax_fa.spec.key import KernelKey
 
-SMEM_CAPACITY_BYTES = 227 * 1024
 FIRST_PAGE_BYTES = 1024
 """Mbarriers and single words share the first page of shared memory; swizzled tiles start behind."""
-WORDS_BYTES = 28
-"""One more mbarrier, the address of tensor memory, what is known of segments."""
+WORDS_BYTES = 8 + 4 + 4 * division.FOUND_WORDS
+"""One more mbarrier, the address of tensor memory, what segments and a mask tell of a tile."""
 ELEMENT_BYTES = 2
 FLOAT_BYTES = 4
-ROWS = 128
-"""Query rows of a tile: the lanes of tensor memory, and the M of one tcgen05.mma of one CTA."""
-BLOCK_KV = 128
+MMA_ROWS = 128
+"""Rows of a CTA in one tcgen05.mma, and lanes of tensor memory: a query tile has as many."""
 CHUNK = 32
 """Scores that are turned into probabilities, and stored, at a time."""
-HANDED_OVER_FIRST = BLOCK_KV // CHUNK * 3 // 4
+CHUNKS = 4
+"""Chunks of a block of keys."""
+HANDED_OVER_FIRST = 3
 """Chunks of P after which PV may start."""
 RESCALE_LOG2 = 8.0
-"""How far scores may exceed the maximum that P is relative to: Note [Rescaling late]."""
+"""By as much scores may exceed the maximum that P is relative to: Note [Rescaling late]."""
 IN_FLIGHT = 2
 """Blocks of S in tensor memory: of two query tiles, or two of one."""
 SLAB = 16
 """Depth of one tcgen05.mma of 16-bit elements."""
 O_COLUMNS = 16
-"""Columns of O that the role correct has in registers at a time; twice as many spill."""
+"""Columns of O that the role correction has in registers at a time; twice as many spill."""
 NARROW = 64
 """Columns of a row that heads of more than 128 are cut into, to be copied piece by piece."""
 OUT_STAGES = 2
 
 
 class Tiling(NamedTuple):
-    """How a kernel cuts its arrays; all of it follows from the head sizes and the config.
+    """The cut of a kernel's arrays; all of it follows from the head sizes and the config.
 
     Attributes:
         q_tiles: query tiles of a CTA.
@@ -131,21 +134,21 @@ class Tiling(NamedTuple):
 
 
 def tiling(key: KernelKey, config: BlackwellForward) -> Tiling:
-    """How the kernel for ``key`` cuts its arrays."""
-    q_tiles = config.block_q // ROWS
-    is_wide = key.head_dim > ROWS
+    """The cut of the arrays of the kernel for ``key``."""
+    q_tiles = config.block_q // MMA_ROWS
+    is_wide = key.head_dim > MMA_ROWS
     kv_columns = NARROW if is_wide else key.head_dim
     out_columns = NARROW if is_wide else key.value_dim
-    stats_bytes = q_tiles * ROWS * 2 * FLOAT_BYTES
+    stats_bytes = q_tiles * MMA_ROWS * 2 * FLOAT_BYTES
     out_stages = 0 if key.is_split else OUT_STAGES
-    q_and_out = ROWS * (q_tiles * key.head_dim + out_stages * out_columns) * ELEMENT_BYTES
+    q_and_out = MMA_ROWS * (q_tiles * key.head_dim + out_stages * out_columns) * ELEMENT_BYTES
     room = SMEM_CAPACITY_BYTES - FIRST_PAGE_BYTES - stats_bytes - q_and_out
     return Tiling(
         q_tiles=q_tiles,
         s_stages=IN_FLIGHT // q_tiles,
         kv_columns=kv_columns,
-        kv_rows=BLOCK_KV * kv_columns // key.value_dim,
-        kv_stages=room // (BLOCK_KV // config.ctas * kv_columns * ELEMENT_BYTES),
+        kv_rows=config.block_kv * kv_columns // key.value_dim,
+        kv_stages=room // (config.block_kv // config.ctas * kv_columns * ELEMENT_BYTES),
         k_parts=key.head_dim // kv_columns,
         v_parts=key.value_dim // kv_columns,
         out_columns=out_columns,
@@ -161,13 +164,15 @@ def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
     Raises:
         PlanError: the configuration fits neither the hardware nor the kernel.
     """
+    if config.block_kv != CHUNKS * CHUNK:
+        raise PlanError(f"the roles take {CHUNKS * CHUNK} keys at a time, not {config.block_kv}")
     if config.ctas > 1 and key.mask != "full":
         raise PlanError(f"a pair works on one block of keys; under a {key.mask} mask CTAs differ")
     cut = tiling(key, config)
-    q_bytes = ROWS * key.head_dim * ELEMENT_BYTES
-    kv_bytes = BLOCK_KV // config.ctas * cut.kv_columns * ELEMENT_BYTES
-    out_bytes = ROWS * cut.out_columns * ELEMENT_BYTES
-    done = NamedBarrier("correct", 1, WARPGROUP, "the role is done with tensor memory")
+    q_bytes = MMA_ROWS * key.head_dim * ELEMENT_BYTES
+    kv_bytes = config.block_kv // config.ctas * cut.kv_columns * ELEMENT_BYTES
+    out_bytes = MMA_ROWS * cut.out_columns * ELEMENT_BYTES
+    done = NamedBarrier("done", 1, WARPGROUP, "the role correction is done with tensor memory")
     plan = Plan(
         roles=_roles(cut, config),
         edges=(
@@ -192,19 +197,27 @@ def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
                 "tma_umma",
             ),
             *(edge for tile in range(cut.q_tiles) for edge in _tile_edges(tile, cut)),
-            Edge("o", "mma", "correct", cut.q_tiles, 0, _O_FULL[cut.q_tiles], "", "umma"),
-            Edge("out", "correct", "store", OUT_STAGES, 0, "out in smem", "read by TMA", "threads"),
+            Edge("o", "mma", "correction", cut.q_tiles, 0, _O_FULL[cut.q_tiles], "", "umma"),
+            Edge(
+                "out",
+                "correction",
+                "store",
+                OUT_STAGES,
+                0,
+                "out in smem",
+                "read by TMA",
+                "threads",
+            ),
         ),
         buffers=(
             Buffer("q", cut.q_tiles * q_bytes),
             Buffer("kv", cut.kv_stages * kv_bytes),
             Buffer("out", 0 if key.is_split else OUT_STAGES * out_bytes),
-            Buffer("stats", cut.q_tiles * 2 * ROWS * FLOAT_BYTES),
+            Buffer("stats", cut.q_tiles * 2 * MMA_ROWS * FLOAT_BYTES),
             Buffer("words", WORDS_BYTES),
         ),
         barriers=() if config.ctas > 1 else (done,),
-        smem_capacity_bytes=SMEM_CAPACITY_BYTES,
-        tmem=_tmem(key, cut),
+        tmem=_tmem(key, cut, config.block_kv),
         ctas=config.ctas,
     )
     check(plan)
@@ -216,9 +229,9 @@ _O_FULL = {1: "PV of a block retired", 2: "all PV of a tile retired"}
 
 
 def _roles(cut: Tiling, config: BlackwellForward) -> tuple[Role, ...]:
-    """One softmax role by query tile, correct, and four roles of one warp each."""
+    """One softmax role by query tile, correction, and four roles of one warp each."""
     groups = [(f"softmax{tile}", config.softmax_registers) for tile in range(cut.q_tiles)]
-    groups.append(("correct", config.correct_registers))
+    groups.append(("correction", config.correction_registers))
     first_single = len(groups) * WARPS_PER_GROUP
     singles = enumerate(("mma", "store", "load", "idle"), first_single)
     others, is_pair = config.other_registers, config.ctas > 1
@@ -262,7 +275,7 @@ def _tile_edges(tile: int, cut: Tiling) -> tuple[Edge, ...]:
         Edge(
             f"stats{tile}",
             softmax,
-            "correct",
+            "correction",
             1,
             0,
             "factor by which O shrinks; after the last block, sum and maximum",
@@ -271,7 +284,7 @@ def _tile_edges(tile: int, cut: Tiling) -> tuple[Edge, ...]:
         ),
         Edge(
             f"scaled{tile}",
-            "correct",
+            "correction",
             "mma",
             1,
             0,
@@ -282,15 +295,15 @@ def _tile_edges(tile: int, cut: Tiling) -> tuple[Edge, ...]:
     )
 
 
-def _tmem(key: KernelKey, cut: Tiling) -> tuple[TmemRange, ...]:
+def _tmem(key: KernelKey, cut: Tiling, block_kv: int) -> tuple[TmemRange, ...]:
     """S0 S1, then O of each query tile; P over the upper half of its S."""
-    p_cols = BLOCK_KV * ELEMENT_BYTES // FLOAT_BYTES
+    p_cols = block_kv * ELEMENT_BYTES // FLOAT_BYTES
     why = "Note [P overwrites S]"
-    scores = [TmemRange(f"s{i}", i * BLOCK_KV, BLOCK_KV) for i in range(IN_FLIGHT)]
+    scores = [TmemRange(f"s{i}", i * block_kv, block_kv) for i in range(IN_FLIGHT)]
     return (
         *scores,
         *(
-            TmemRange(f"o{tile}", IN_FLIGHT * BLOCK_KV + tile * key.value_dim, key.value_dim)
+            TmemRange(f"o{tile}", IN_FLIGHT * block_kv + tile * key.value_dim, key.value_dim)
             for tile in range(cut.q_tiles)
         ),
         *(TmemRange(f"p{i}", s.end - p_cols, p_cols, s.name, why) for i, s in enumerate(scores)),

@@ -2,27 +2,43 @@
 
     prepare            delta, log2-sum-exp2 by query row; dQ sums = 0        (backward_rows.py)
     main   load        k  v  q(n)  do(n)  q(n-1)  do(n-1) ...
-           attend i    S dP(n)  P dS |barrier| dQ dV dK(n)  dQ sums += | S dP(n-1)  P dS | ...
-           attend j    the same for 64 other keys
-           keep_turns  in a deterministic run, says when the sums may be added to
+           consume i   S dP(n)  P dS |barrier| dQ dV dK(n)  dQ sums += | S dP(n-1)  P dS | ...
+           consume j   the same for 64 other keys
+           hold_dq_semaphore  in a deterministic run, orders the additions to the sums
     finish             dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv      (backward_rows.py)
 
 The method is FlashAttention's (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608); roles, edges
-and memory: ``plan_bwd.py``; conventions: ``jax_fa/problem.py``.
+and memory: ``plan_bwd.py``; conventions: ``jax_fa/spec/problem.py``.
 """
+
+from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from jax_fa.config import HopperBackward, KernelKey
-from jax_fa.kernels import edges, host, primitives, segments, tiles
+from jax_fa.kernels import dense_mask, edges, primitives, segments, tiles
+from jax_fa.kernels.backward_host import (
+    BackwardCall,
+    backward_arrays,
+    backward_entry,
+    backward_order,
+)
 from jax_fa.kernels.backward_rows import Scratch
-from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, find_segment_rows
-from jax_fa.kernels.sm90.bwd_roles import attend, keep_turns, load
-from jax_fa.kernels.sm90.bwd_work import Context, Pipes, Smem, Variant, make_layouts
+from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
+from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore, load
+from jax_fa.kernels.sm90.bwd_work import (
+    BackwardContext,
+    BackwardPipes,
+    BackwardSmem,
+    BackwardVariant,
+    make_layouts,
+)
 from jax_fa.kernels.sm90.plan_bwd import backward_plan
+from jax_fa.spec import division
+from jax_fa.spec.config_sm90 import HopperBackward
+from jax_fa.spec.key import KernelKey
 
 
 @cute.kernel
@@ -46,7 +62,7 @@ def kernel(
         v_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("v").stages]
         q_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("q").stages]
         dout_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("dout").stages]
-        segment_rows: cute.struct.MemRange[Int32, segments.WORDS]
+        found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
         lse2: cute.struct.Align[
             cute.struct.MemRange[Float32, config.block_q * config.q_stages], 128
         ]
@@ -68,7 +84,7 @@ def kernel(
     v_in, v_out = edges.make_edge(plan, "v", storage.v_barriers.data_ptr())
     q_in, q_out = edges.make_edge(plan, "q", storage.q_barriers.data_ptr())
     dout_in, dout_out = edges.make_edge(plan, "dout", storage.dout_barriers.data_ptr())
-    smem = Smem(
+    smem = BackwardSmem(
         k=primitives.smem_tensor(storage.k, layouts.k),
         v=primitives.smem_tensor(storage.v, layouts.v),
         q=primitives.smem_tensor(storage.q, layouts.q),
@@ -77,39 +93,39 @@ def kernel(
         p=primitives.smem_tensor(storage.ds if config.splits_keys else storage.p, layouts.ds),
         lse2=storage.lse2.get_tensor(cute.make_layout((config.block_q, config.q_stages))),
         delta=storage.delta.get_tensor(cute.make_layout((config.block_q, config.dout_stages))),
-        segment_rows=storage.segment_rows.get_tensor(cute.make_layout(segments.WORDS)),
+        found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     if const_expr(variant.is_general):
         if cute.arch.thread_idx()[0] == 0:
-            segments.reset(smem.segment_rows)
+            segments.reset(smem.found)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-    x = Context(tma, arrays, scratch, scalars, order, smem)
+    x = BackwardContext(tma, arrays, scratch, scalars, order, smem)
     if const_expr(variant.is_general):
-        if tiles.is_present(scalars.q_segments):
-            find_segment_rows(variant, x)
+        if dense_mask.narrows(scalars):
+            narrow_rows(variant, x)
             cute.arch.sync_threads()
-    if warp < plan.role("attend").warps.start:
+    if warp < plan.role("consume").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
         if warp == 0:
-            load(variant, x, Pipes(k_in, v_in, q_in, dout_in))
+            load(variant, x, BackwardPipes(k_in, v_in, q_in, dout_in))
         if (warp == 1) & (scalars.deterministic != 0):
-            keep_turns(variant, x)
+            hold_dq_semaphore(variant, x)
     else:
-        cute.arch.setmaxregister_increase(plan.role("attend").registers)
-        attend(variant, x, Pipes(k_out, v_out, q_out, dout_out))
+        cute.arch.setmaxregister_increase(plan.role("consume").registers)
+        consume(variant, x, BackwardPipes(k_out, v_out, q_out, dout_out))
 
 
-def make_entry(key: KernelKey, config: HopperBackward):
-    """The flat host entry of one variant, and the stand-in arguments it is compiled with."""
-    return host.backward_entry(Variant(key, config, backward_plan(key, config)), launch)
+def make_entry(key: KernelKey, config: HopperBackward) -> Callable:
+    """The flat host entry of one variant."""
+    return backward_entry(BackwardVariant(key, config, backward_plan(key, config)), launch)
 
 
 @cute.jit
-def launch(variant: cutlass.Constexpr, call: host.BackwardCall):
+def launch(variant: cutlass.Constexpr, call: BackwardCall):
     """Describes the arrays to TMA and launches the main kernel."""
-    tma, arrays = host.backward_arrays(variant, call, make_layouts(variant))
-    order, num_ctas = host.backward_order(variant, call)
+    tma, arrays = backward_arrays(variant, call, make_layouts(variant))
+    order, num_ctas = backward_order(variant, call)
     kernel(variant, tma, arrays, call.scratch, call.scalars, order).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),

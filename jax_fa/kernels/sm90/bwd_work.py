@@ -1,4 +1,4 @@
-"""What the roles of the Hopper backward share beyond ``kernels/backward_work.py``."""
+"""Bundles and layouts that the roles of the Hopper backward share."""
 
 from typing import NamedTuple
 
@@ -6,15 +6,23 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.config import HopperBackward, KernelKey
 from jax_fa.kernels import backward_rows, edges, primitives, tiles
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma
-from jax_fa.kernels.sm90.plan import ROWS
+from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES
+from jax_fa.spec.config_sm90 import HopperBackward
+from jax_fa.spec.key import KernelKey
 
 
-class Variant(NamedTuple):
-    """What is fixed at compile time."""
+class DqShape(NamedTuple):
+    """Rows and columns of a part of dQ."""
+
+    rows: int
+    columns: int
+
+
+class BackwardVariant(NamedTuple):
+    """A kernel's compile-time constants."""
 
     key: KernelKey
     config: HopperBackward
@@ -27,7 +35,7 @@ class Variant(NamedTuple):
 
     @property
     def is_general(self) -> bool:
-        """Everything that can hide a key may be there."""
+        """Any operand that hides keys may be present."""
         return self.key.mask == "general"
 
     @property
@@ -36,12 +44,12 @@ class Variant(NamedTuple):
         return "fragments"
 
     @property
-    def dq_shape(self) -> tuple[int, int]:
-        """Rows and columns of dQ that one consumer computes."""
+    def dq_shape(self) -> DqShape:
+        """The part of a query block's dQ that one consumer computes."""
         config, head_dim = self.config, self.key.head_dim
         if config.splits_dq_rows:
-            return ROWS, head_dim
-        return config.block_q, head_dim // config.num_consumers
+            return DqShape(WGMMA_ROWS, head_dim)
+        return DqShape(config.block_q, head_dim // config.num_consumers)
 
     @property
     def s_columns(self) -> int:
@@ -50,13 +58,22 @@ class Variant(NamedTuple):
         return config.block_q if config.splits_keys else config.block_q // config.num_consumers
 
     @property
-    def dkv_columns(self) -> tuple[int, int]:
-        """Columns of dK and of dV that one consumer computes."""
-        parts = 1 if self.config.splits_keys else self.config.num_consumers
-        return self.key.head_dim // parts, self.key.value_dim // parts
+    def column_parts(self) -> int:
+        """Consumers that share the columns of dK and dV."""
+        return 1 if self.config.splits_keys else self.config.num_consumers
+
+    @property
+    def dk_columns(self) -> int:
+        """Columns of dK that one consumer computes."""
+        return self.key.head_dim // self.column_parts
+
+    @property
+    def dv_columns(self) -> int:
+        """Columns of dV that one consumer computes."""
+        return self.key.value_dim // self.column_parts
 
 
-class Layouts(NamedTuple):
+class BackwardLayouts(NamedTuple):
     """Shared memory layouts."""
 
     k: cute.ComposedLayout  # (block_kv, D)
@@ -66,22 +83,23 @@ class Layouts(NamedTuple):
     ds: cute.ComposedLayout  # (block_q, block_kv, DS_STAGES), and of P
 
 
-def make_layouts(variant: Variant) -> Layouts:
+def make_layouts(variant: BackwardVariant) -> BackwardLayouts:
     """The layouts of a variant's shared memory."""
     key, config, dtype = variant.key, variant.config, variant.dtype
-    q_panel, dout_panel = variant.dkv_columns
-    return Layouts(
-        k=primitives.smem_layout(dtype, (config.block_kv, key.head_dim), variant.dq_shape[1]),
+    return BackwardLayouts(
+        k=primitives.smem_layout(dtype, (config.block_kv, key.head_dim), variant.dq_shape.columns),
         v=primitives.smem_layout(dtype, (config.block_kv, key.value_dim)),
-        q=primitives.smem_layout(dtype, (config.block_q, key.head_dim, config.q_stages), q_panel),
-        dout=primitives.smem_layout(
-            dtype, (config.block_q, key.value_dim, config.dout_stages), dout_panel
+        q=primitives.smem_layout(
+            dtype, (config.block_q, key.head_dim, config.q_stages), variant.dk_columns
         ),
-        ds=primitives.smem_layout(dtype, (config.block_q, config.block_kv, DS_STAGES), ROWS),
+        dout=primitives.smem_layout(
+            dtype, (config.block_q, key.value_dim, config.dout_stages), variant.dv_columns
+        ),
+        ds=primitives.smem_layout(dtype, (config.block_q, config.block_kv, DS_STAGES), WGMMA_ROWS),
     )
 
 
-class Smem(NamedTuple):
+class BackwardSmem(NamedTuple):
     """Shared memory."""
 
     k: cute.Tensor  # (block_kv, D)
@@ -92,21 +110,21 @@ class Smem(NamedTuple):
     p: cute.Tensor  # the same; the memory of ds where consumers own keys, and unused
     lse2: cute.Tensor  # (block_q, q_stages)
     delta: cute.Tensor  # (block_q, dout_stages)
-    segment_rows: cute.Tensor  # (4,) kernels/segments.py
+    found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
 
-class Context(NamedTuple):
-    """What both roles work with."""
+class BackwardContext(NamedTuple):
+    """The kernel's arguments and shared memory, which every role is given."""
 
     tma: Tma
     arrays: Arrays
     scratch: backward_rows.Scratch
     scalars: Scalars
     order: tiles.Order
-    smem: Smem
+    smem: BackwardSmem
 
 
-class Pipes(NamedTuple):
+class BackwardPipes(NamedTuple):
     """One end of each edge."""
 
     k: PipelineProducer | PipelineConsumer
@@ -115,8 +133,15 @@ class Pipes(NamedTuple):
     dout: PipelineProducer | PipelineConsumer
 
 
-class Consumer(NamedTuple):
-    """What one consumer warpgroup works with, beside its pipes.
+class QueryPipes(NamedTuple):
+    """A consumer's ends of the edges that queries and dO arrive by."""
+
+    q: PipelineConsumer
+    dout: PipelineConsumer
+
+
+class BackwardConsumer(NamedTuple):
+    """Operands, accumulators and place of one consumer warpgroup.
 
     Comments give the shapes where consumers own 64 keys each; where they own columns, see
     ``HopperBackward.splits_keys``.

@@ -1,16 +1,19 @@
-"""What the roles of the Hopper forward share beyond ``kernels/forward_work.py``: memory, pipes."""
+"""Bundles and layouts that the roles of the Hopper forward share."""
 
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import primitives, tiles
+from jax_fa.kernels import edges, fragments, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant
-from jax_fa.kernels.sm90.plan import ROWS
+from jax_fa.kernels.sm90 import fragment_softmax
+from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 
 
-class Layouts(NamedTuple):
+class ForwardLayouts(NamedTuple):
     """Shared memory layouts, a tile of 64 query rows or one key block in modes 0 and 1."""
 
     q: cute.ComposedLayout  # (64, D, consumers * q_stages)
@@ -19,7 +22,7 @@ class Layouts(NamedTuple):
     out: cute.ComposedLayout  # (64, Dv)
 
 
-class Pipes(NamedTuple):
+class ForwardPipes(NamedTuple):
     """One end of each edge."""
 
     q: PipelineProducer | PipelineConsumer
@@ -27,35 +30,83 @@ class Pipes(NamedTuple):
     v: PipelineProducer | PipelineConsumer
 
 
-class Smem(NamedTuple):
+class KvPipes(NamedTuple):
+    """One end of the edges of keys and values."""
+
+    k: PipelineProducer | PipelineConsumer
+    v: PipelineProducer | PipelineConsumer
+
+
+class ForwardSmem(NamedTuple):
     """Shared memory."""
 
     q: cute.Tensor  # (64, D, consumers * q_stages)
     k: cute.Tensor  # (block_kv, D, stages)
     v: cute.Tensor  # (block_kv, Dv, stages)
-    scrub: cute.Pointer  # one mbarrier
-    segment_keys: cute.Tensor  # (4,) kernels/segments.py
+    zero_fill: cute.Pointer  # one mbarrier, for ``loads.Detour``
+    found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
 
-class Context(NamedTuple):
-    """What both roles work with."""
+class ForwardContext(NamedTuple):
+    """The kernel's arguments and shared memory, which every role is given."""
 
     tma: Tma
     arrays: Arrays
     scalars: Scalars
     order: tiles.Order
-    smem: Smem
-    packing: Any  # tiles.Packing, or None if the variant does not pack heads
+    smem: ForwardSmem
+    packing: Any  # division.Packing, or None if the variant does not pack heads
     granules: Any  # Granules, or None likewise
 
 
-def make_layouts(variant: Variant) -> Layouts:
+def make_layouts(variant: Variant) -> ForwardLayouts:
     """The layouts of a variant's shared memory."""
     key, config, dtype = variant.key, variant.config, variant.dtype
     q_tiles = config.num_consumers * config.q_stages
-    return Layouts(
-        q=primitives.smem_layout(dtype, (ROWS, key.head_dim, q_tiles)),
+    return ForwardLayouts(
+        q=primitives.smem_layout(dtype, (WGMMA_ROWS, key.head_dim, q_tiles)),
         k=primitives.smem_layout(dtype, (config.block_kv, key.head_dim, config.stages)),
         v=primitives.smem_layout(dtype, (config.block_kv, key.value_dim, config.stages)),
-        out=primitives.smem_layout(dtype, (ROWS, key.value_dim)),
+        out=primitives.smem_layout(dtype, (WGMMA_ROWS, key.value_dim)),
+    )
+
+
+class ForwardConsumer(NamedTuple):
+    """Operands, accumulator, statistics and place of one consumer warpgroup."""
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    q: cute.Tensor  # A descriptors, (_, 1, D / 16, consumers * q_stages), or registers
+    k: cute.Tensor  # B descriptors, (_, 1, D / 16, stages)
+    v: cute.Tensor  # B descriptors, (_, 1, block_kv / 16, stages)
+    p: cute.Tensor  # A registers, (8, 1, block_kv / 16)
+    out: cute.Tensor  # accumulator of 64 x Dv
+    state: fragment_softmax.RowState
+    index: Int32
+    thread: Int32
+
+
+def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
+    """The consumer that the calling thread belongs to, with its fragments."""
+    key, config = variant.key, variant.config
+    thread = cute.arch.thread_idx()[0] - variant.plan.role("load").threads
+    qk = fragments.make_mma(
+        variant.dtype, config.block_kv, OperandMajorMode.K, config.q_in_registers
+    )
+    pv = fragments.make_mma(variant.dtype, key.value_dim, OperandMajorMode.MN, a_in_registers=True)
+    qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
+    q_source = qk_slice.partition_A(x.smem.q)
+    if config.q_in_registers:
+        q_source = qk.partition_shape_A((WGMMA_ROWS, key.head_dim))
+    return ForwardConsumer(
+        qk=qk,
+        pv=pv,
+        q=qk.make_fragment_A(q_source),
+        k=qk.make_fragment_B(qk_slice.partition_B(x.smem.k)),
+        v=pv.make_fragment_B(pv_slice.partition_B(primitives.transposed(x.smem.v))),
+        p=pv.make_fragment_A(pv.partition_shape_A((WGMMA_ROWS, config.block_kv))),
+        out=pv.make_fragment_C(pv.partition_shape_C((WGMMA_ROWS, key.value_dim))),
+        state=fragment_softmax.make_row_state(),
+        index=cute.arch.make_warp_uniform(thread // edges.WARPGROUP),
+        thread=thread % edges.WARPGROUP,
     )

@@ -1,4 +1,4 @@
-"""Hopper forward and backward: who does what, over which data, in which memory. Read this first.
+"""Hopper forward: roles, edges, shared memory and barriers. Read this first.
 
 One warpgroup loads with TMA; two or three warpgroups each own 64 query rows and do both products
 and the softmax between them. Keys and values arrive in two rings, newest block first.
@@ -6,7 +6,6 @@ and the softmax between them. Keys and values arrive in two rings, newest block 
 
 from __future__ import annotations
 
-from jax_fa.config import HopperForward, KernelKey
 from jax_fa.kernels.edges import (
     WARPGROUP,
     Buffer,
@@ -17,11 +16,13 @@ from jax_fa.kernels.edges import (
     check,
     ledger,
 )
+from jax_fa.spec import division
+from jax_fa.spec.config_sm90 import HopperForward
+from jax_fa.spec.key import KernelKey
 
-SMEM_CAPACITY_BYTES = 227 * 1024
 ELEMENT_BYTES = 2
-ROWS = 64
-"""Query rows of a consumer warpgroup: the M of one wgmma."""
+WGMMA_ROWS = 64
+"""Rows of a consumer warpgroup's products: the M of one wgmma."""
 
 
 def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
@@ -34,18 +35,18 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     plan = Plan(
         roles=(
             Role("load", range(0, 4), config.producer_registers),
-            Role("attend", range(4, 4 + 4 * consumers), config.consumer_registers),
+            Role("consume", range(4, 4 + 4 * consumers), config.consumer_registers),
         ),
         edges=(
             Edge(
-                "q", "load", "attend", config.q_stages, q_bytes, "query tile in smem", "out stored"
+                "q", "load", "consume", config.q_stages, q_bytes, "query tile in smem", "out stored"
             ),
-            Edge("k", "load", "attend", config.stages, k_bytes, "keys in smem", "S retired"),
-            Edge("v", "load", "attend", config.stages, v_bytes, "values in smem", "PV retired"),
+            Edge("k", "load", "consume", config.stages, k_bytes, "keys in smem", "S retired"),
+            Edge("v", "load", "consume", config.stages, v_bytes, "values in smem", "PV retired"),
         ),
         buffers=(
-            Buffer("scrub", 8),  # mbarrier of a value block that is cleaned before use
-            Buffer("segment_keys", 12),  # keys that a tile's segments span
+            Buffer("zero_fill", 8),  # mbarrier of a value block that is zero-filled before use
+            Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask tell of a tile
             Buffer("q", q_bytes * config.q_stages),
             Buffer("k", k_bytes * config.stages),
             Buffer("v", v_bytes * config.stages),
@@ -53,7 +54,9 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
         ),
         barriers=(
             *(
-                NamedBarrier(f"turn{i}", 1 + i, 2 * WARPGROUP, f"consumer {i} may issue products")
+                NamedBarrier(
+                    f"pingpong{i}", 1 + i, 2 * WARPGROUP, f"consumer {i} may issue products"
+                )
                 for i in range(consumers)
             ),
             *(
@@ -61,7 +64,6 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
                 for i in range(consumers)
             ),
         ),
-        smem_capacity_bytes=SMEM_CAPACITY_BYTES,
     )
     check(plan)
     return plan
@@ -69,7 +71,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
 
 def main() -> None:
     """Prints the ledger of the default bfloat16 D = 128 kernel."""
-    from jax_fa.config import hopper_forward
+    from jax_fa.spec.config_sm90 import hopper_forward
 
     key = KernelKey("sm_90a", "bfloat16", 128, 128, "causal")
     print(ledger(forward_plan(key, hopper_forward(key))))  # noqa: T201

@@ -1,4 +1,4 @@
-"""Hopper backward: who does what, over which data, in which memory. Read this first.
+"""Hopper backward: roles, edges, shared memory and barriers. Read this first.
 
 One warpgroup loads with TMA. Two warpgroups own 64 keys each and keep dK and dV of them in
 registers while queries pass by. Scores are computed transposed, keys by queries, so that P and dS
@@ -12,7 +12,6 @@ instead.
 
 from __future__ import annotations
 
-from jax_fa.config import HopperBackward, KernelKey
 from jax_fa.kernels.edges import (
     WARP,
     WARPGROUP,
@@ -24,7 +23,9 @@ from jax_fa.kernels.edges import (
     check,
     ledger,
 )
-from jax_fa.kernels.sm90.plan import ELEMENT_BYTES, SMEM_CAPACITY_BYTES
+from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
+from jax_fa.spec.config_sm90 import HopperBackward
+from jax_fa.spec.key import KernelKey
 
 STAT_BYTES = 4
 DS_STAGES = 2
@@ -46,13 +47,13 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
     plan = Plan(
         roles=(
             Role("load", range(0, 4), config.producer_registers),
-            Role("attend", range(4, 4 + 4 * consumers), config.consumer_registers),
+            Role("consume", range(4, 4 + 4 * consumers), config.consumer_registers),
         ),
         edges=(
-            Edge("k", "load", "attend", 1, k_bytes, "keys in smem", "last dQ of the tile retired"),
-            Edge("v", "load", "attend", 1, v_bytes, "values in smem", "last dP retired"),
-            Edge("q", "load", "attend", q_stages, q, "queries, lse2 in smem", "dK retired"),
-            Edge("dout", "load", "attend", dout_stages, dout, "dO, delta in smem", "dV retired"),
+            Edge("k", "load", "consume", 1, k_bytes, "keys in smem", "last dQ of the tile retired"),
+            Edge("v", "load", "consume", 1, v_bytes, "values in smem", "last dP retired"),
+            Edge("q", "load", "consume", q_stages, q, "queries, lse2 in smem", "dK retired"),
+            Edge("dout", "load", "consume", dout_stages, dout, "dO, delta in smem", "dV retired"),
         ),
         buffers=(
             Buffer("k", k_bytes),
@@ -66,11 +67,12 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
         ),
         barriers=(
             NamedBarrier("ds", 1, consumers * WARPGROUP, "dS of all keys in smem"),
-            NamedBarrier("scrub", 2, consumers * WARPGROUP, "absent rows of a tile are zero"),
-            NamedBarrier("turn", 3, consumers * WARPGROUP + WARP, "dQ may be added now"),
-            NamedBarrier("added", 4, consumers * WARPGROUP + WARP, "dQ has been added"),
+            NamedBarrier("zero_filled", 2, consumers * WARPGROUP, "absent rows of a tile are zero"),
+            NamedBarrier(
+                "dq_acquired", 3, consumers * WARPGROUP + WARP, "the dQ semaphore is held"
+            ),
+            NamedBarrier("dq_reduced", 4, consumers * WARPGROUP + WARP, "dQ has been reduced"),
         ),
-        smem_capacity_bytes=SMEM_CAPACITY_BYTES,
     )
     check(plan)
     return plan
@@ -78,7 +80,7 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
 
 def main() -> None:
     """Prints the ledger of the default bfloat16 D = 128 kernel."""
-    from jax_fa.config import hopper_backward
+    from jax_fa.spec.config_sm90 import hopper_backward
 
     key = KernelKey("sm_90a", "bfloat16", 128, 128, "causal")
     print(ledger(backward_plan(key, hopper_backward(key))))  # noqa: T201

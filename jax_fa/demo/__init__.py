@@ -1,0 +1,1 @@
+"""Trains a small Flax GPT on text: ``python -m jax_fa.demo``."""

@@ -1,0 +1,258 @@
+"""The flat host entry of a backward, the same for all architectures, and what it is made of.
+
+Its parameters are those of ``abi.BACKWARD``, one by one: the exporter makes a C function of it. It
+packs them into a ``BackwardCall`` and leaves the main kernel to the architecture's
+``launch``; the passes over rows around it are ``backward_rows``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from jax_fa.kernels import backward_rows, backward_work, primitives, softmax, tiles
+from jax_fa.kernels.dense_mask import DenseMask
+from jax_fa.kernels.primitives import Extents, dense, dense_stats
+from jax_fa.spec import division
+from jax_fa.spec.band import ceil_div
+
+
+class BackwardCall(NamedTuple):
+    """Arguments of the main kernel of a backward.
+
+    Attributes:
+        q: [B, T, N, D].
+        k: [B, S, K, D].
+        v: [B, S, K, Dv].
+        dout: [B, T, N, Dv].
+        dk: [B, S, K, D].
+        dv: [B, S, K, Dv].
+        queries: B, T, N.
+        keys: B, S, K.
+        scratch: sums and statistics by row.
+        scalars: what every tile shares.
+        num_sms: multiprocessors of the device.
+        stream: to launch on.
+    """
+
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    dout: cute.Pointer
+    dk: cute.Pointer
+    dv: cute.Pointer
+    queries: Extents
+    keys: Extents
+    scratch: backward_rows.Scratch
+    scalars: backward_work.Scalars
+    num_sms: Int32
+    stream: cuda.CUstream
+
+
+class BackwardViews(NamedTuple):
+    """Arrays as TMA and as threads see them."""
+
+    tma: backward_work.Tma
+    arrays: backward_work.Arrays
+
+
+def backward_arrays(variant: Any, call: BackwardCall, layouts: Any, ctas: int = 1) -> BackwardViews:
+    """The arrays as the main kernel of a backward sees them.
+
+    ``layouts`` has the shared memory layouts k and v of a tile, q and dout of a ring of tiles; of a
+    pair of CTAs, also those of column halves, k_columns, q_columns and dout_columns. ``ctas`` as
+    for ``primitives.tma_load``.
+    """
+    key, one = variant.key, (None, None, 0)
+    loads = {
+        "k": (dense(call.k, call.keys, key.head_dim), layouts.k),
+        "v": (dense(call.v, call.keys, key.value_dim), layouts.v),
+        "q": (dense(call.q, call.queries, key.head_dim), cute.slice_(layouts.q, one)),
+        "dout": (dense(call.dout, call.queries, key.value_dim), cute.slice_(layouts.dout, one)),
+    }
+    if variant.plan.ctas > 1:
+        loads |= {
+            "k_columns": (loads["k"][0], layouts.k_columns),
+            "q_columns": (loads["q"][0], cute.slice_(layouts.q_columns, one)),
+            "dout_columns": (loads["dout"][0], cute.slice_(layouts.dout_columns, one)),
+        }
+    atoms: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, (array, layout) in loads.items():
+        shape = cute.product_each(layout.outer.shape)
+        atoms[name], arrays[name] = primitives.tma_load(array, layout, shape, ctas)
+    arrays |= {
+        "dk": dense(call.dk, call.keys, key.head_dim),
+        "dv": dense(call.dv, call.keys, key.value_dim),
+    }
+    return BackwardViews(backward_work.Tma(**atoms), backward_work.Arrays(**arrays))
+
+
+@cute.jit
+def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid:
+    """The work order of a backward: Note [Turns] in ``backward_work.py``."""
+    scalars, num_sms, ctas = call.scalars, call.num_sms, variant.plan.ctas
+    if const_expr(ctas > 1):
+        # From here on a cluster, whose CTAs share every tile, is one.
+        num_sms = cutlass.max(num_sms // ctas, 1)
+    num_kv_heads = call.keys.heads
+    num_kv_blocks = ceil_div(call.keys.length, variant.config.block_kv)
+    if const_expr(variant.is_general):
+        is_packed = tiles.is_present(scalars.sequences.cu_seqlens.own).to(Int32)
+        num_kv_blocks = num_kv_blocks + is_packed * (scalars.sequences.num_sequences + 1)
+    splits = scalars.splits
+    order = tiles.make_order(
+        call.queries.batch * num_kv_heads * splits,
+        num_kv_heads * splits,
+        splits,
+        num_kv_blocks,
+        backward_work.bytes_per_head(
+            variant, call.queries.length, scalars.group, num_kv_blocks, num_sms
+        ),
+        num_sms,
+    )
+    if const_expr(variant.key.mask == "full"):
+        # In a deterministic run the key blocks of a head follow each other, a turn apart. Whole
+        # heads on the CTAs of a round keep every CTA at its distance from the others. Of a head
+        # for which a round is too short, a CTA of the next round would wait for a higher index.
+        if scalars.deterministic != 0:
+            heads_per_round = num_sms // num_kv_blocks
+            if heads_per_round == 0:
+                heads_per_round = order.num_heads
+            num_sms = heads_per_round * num_kv_blocks
+    num_ctas = cutlass.min(num_sms, order.num_heads * num_kv_blocks)
+    if const_expr(variant.is_general):
+        num_ctas = order.num_heads * num_kv_blocks
+    if const_expr(variant.key.mask == "causal"):
+        if scalars.deterministic != 0:
+            num_ctas = order.num_heads * num_kv_blocks
+    return tiles.Grid(order, num_ctas * ctas)
+
+
+def backward_entry(variant: Any, launch: Callable) -> Callable:
+    """The flat host entry of a backward.
+
+    ``launch(variant, call)``, of the architecture, launches the main kernel; the passes over rows
+    around it are ``backward_rows``.
+    """
+    key = variant.key
+
+    @cute.jit
+    def backward(  # noqa: PLR0913
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        dout: cute.Pointer,
+        dlse: cute.Pointer,
+        dq: cute.Pointer,
+        dk: cute.Pointer,
+        dv: cute.Pointer,
+        dsinks: cute.Pointer,
+        dq_sum: cute.Pointer,
+        row_stats: cute.Pointer,
+        dkv_sums: cute.Pointer,
+        turns: cute.Pointer,
+        q_lengths: cute.Pointer,
+        kv_lengths: cute.Pointer,
+        cu_seqlens_q: cute.Pointer,
+        cu_seqlens_k: cute.Pointer,
+        q_segments: cute.Pointer,
+        kv_segments: cute.Pointer,
+        q_offset: cute.Pointer,
+        sinks: cute.Pointer,
+        mask_words: cute.Pointer,
+        mask_map: cute.Pointer,
+        batch: Int32,
+        num_sequences: Int32,
+        q_len: Int32,
+        kv_len: Int32,
+        num_q_heads: Int32,
+        num_kv_heads: Int32,
+        mask_batch: Int32,
+        mask_heads: Int32,
+        mask_rows: Int32,
+        mask_width: Int32,
+        scale: Float32,
+        soft_cap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        bottom_right: Int32,
+        num_sms: Int32,
+        deterministic: Int32,
+        stream: cuda.CUstream,
+    ):
+        queries = Extents(batch, q_len, num_q_heads)
+        keys = Extents(batch, kv_len, num_kv_heads)
+        sequences = tiles.Sequences(
+            lengths=tiles.Sides(q_lengths, kv_lengths),
+            cu_seqlens=tiles.Sides(cu_seqlens_q, cu_seqlens_k),
+            q_offset=q_offset,
+            num_sequences=num_sequences,
+            rows=tiles.Sides(q_len, kv_len),
+        )
+        rows = backward_rows.Rows(
+            out=dense(out, queries, key.value_dim),
+            dout=dense(dout, queries, key.value_dim),
+            dq=dense(dq, queries, key.head_dim),
+            lse=dense_stats(lse, queries),
+            dlse=dense_stats(dlse, queries),
+            sinks=sinks,
+            dsinks=dsinks,
+            sequences=sequences,
+            deterministic=deterministic,
+        )
+        scratch = backward_rows.make_scratch(
+            dq_sum, row_stats, dkv_sums, turns, queries, num_sequences, key.head_dim
+        )
+        num_tiles = division.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
+        group = num_q_heads // num_kv_heads
+        extents = (mask_batch, mask_heads, mask_rows, mask_width)
+        mask = DenseMask(mask_words, mask_map, *extents)
+        scalars = backward_work.Scalars(
+            sequences=tiles.Sequences(
+                lengths=tiles.Sides(kv_lengths, q_lengths),
+                cu_seqlens=tiles.Sides(cu_seqlens_k, cu_seqlens_q),
+                q_offset=q_offset,
+                num_sequences=num_sequences,
+                rows=tiles.Sides(kv_len, q_len),
+            ),
+            q_offset=q_offset,
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            mask=mask,
+            window_left=window_left,
+            window_right=window_right,
+            bottom_right=bottom_right,
+            group=group,
+            splits=division.head_splits(num_tiles, group, tiles.EXTREMES),
+            scale=scale,
+            score_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
+            cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),
+            deterministic=deterministic,
+        )
+        backward_rows.prepare(variant, rows, scratch, stream)
+        call = BackwardCall(
+            q=q,
+            k=k,
+            v=v,
+            dout=dout,
+            dk=dk,
+            dv=dv,
+            queries=queries,
+            keys=keys,
+            scratch=scratch,
+            scalars=scalars,
+            num_sms=num_sms,
+            stream=stream,
+        )
+        launch(variant, call)
+        backward_rows.finish(variant, rows, scratch, scale, stream)
+        dk_array, dv_array = dense(dk, keys, key.head_dim), dense(dv, keys, key.value_dim)
+        backward_rows.merge(dk_array, dv_array, dkv_sums, scalars.splits, stream)
+
+    return backward

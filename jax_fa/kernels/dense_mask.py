@@ -1,0 +1,269 @@
+"""Dense masks: what their words say of a row, and the list of blocks that a tile visits.
+
+The arrays are those of ``schema.py``: for every query row words of 32 keys, and a map of cells, 16
+rows by 16 keys each, in two planes: whether a cell shows any pair, and whether it shows all. From
+the map a CTA makes, once for its tile, a list in shared memory of two bits for each block of the
+side that the tile sweeps: whether to visit it, and whether to mask it. Every role walks the list.
+
+HAZARD: arrays may hold anything, and rows may lie beyond the last: every index is clamped.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from jax_fa.kernels import edges, segments, tiles
+from jax_fa.kernels.segments import Stretch
+from jax_fa.spec.band import ceil_div
+from jax_fa.spec.division import LIST_WORDS, MAP_CELL, WORD_KEYS
+
+LIST_BLOCKS = LIST_WORDS * WORD_KEYS
+SHIFT, SHOWN, PARTIAL = segments.WORDS, segments.WORDS + 1, segments.WORDS + 1 + LIST_WORDS
+"""Where in ``found`` the list has: how many blocks a bit stands for, as a power of two; which
+blocks show something; which hide something."""
+
+
+class DenseMask(NamedTuple):
+    """A mask. Pointers are null where there is none; an extent of 1 says the same for all.
+
+    Attributes:
+        words: by query row.
+        cells: the map.
+        batch: 1 or B.
+        heads: 1 or N.
+        rows: 1 or T.
+        width: words of a row; one word says the same of all keys.
+    """
+
+    words: cute.Pointer
+    cells: cute.Pointer
+    batch: Int32
+    heads: Int32
+    rows: Int32
+    width: Int32
+
+
+def is_present(mask: DenseMask) -> Boolean:
+    """Whether there is one."""
+    return tiles.is_present(mask.words)
+
+
+def narrows(scalars: Any) -> Boolean:
+    """Whether segments or a mask tell which blocks of a tile to visit."""
+    return tiles.is_present(scalars.q_segments) | is_present(scalars.mask)
+
+
+def of_head(mask: DenseMask, batch: Int32, head: Int32) -> Int32:
+    """The number of a query head among all heads of the mask."""
+    own = cutlass.min(batch, mask.batch - 1) * mask.heads
+    return own + cutlass.min(head, mask.heads - 1)
+
+
+def row_of(mask: DenseMask, batch: Int32, head: Int32, position: Int32) -> Int32:
+    """The number of a query row among all rows of the mask, which 32 bits count."""
+    return of_head(mask, batch, head) * mask.rows + cutlass.min(position, mask.rows - 1)
+
+
+def word_of(mask: DenseMask, row: Int32, number: Int32) -> Int32:
+    """Word ``number`` of a row."""
+    place = row.to(Int64) * mask.width + cutlass.min(number, mask.width - 1)
+    return tiles.element(mask.words + place, 0)
+
+
+@cute.jit
+def words_of_block(
+    mask: DenseMask, row: Int32, block: Int32, block_kv: cutlass.Constexpr[int]
+) -> list:
+    """What a row sees of the keys of a block, a multiple of 16, by words."""
+    first = block * block_kv
+    words = [word_of(mask, row, first // WORD_KEYS + i) for i in range(block_kv // WORD_KEYS + 1)]
+    if const_expr(block_kv % WORD_KEYS != 0):
+        # Blocks begin at the start of a word, or in the middle.
+        halves = [(word >> MAP_CELL) & ((1 << MAP_CELL) - 1) for word in words]
+        is_aligned = first % WORD_KEYS == 0
+        for i in cutlass.range_constexpr(len(words) - 1):
+            words[i] = words[i] if is_aligned else halves[i] | (words[i + 1] << MAP_CELL)
+        words[-1] = words[-1] if is_aligned else halves[-1]
+    return words
+
+
+class Heads(NamedTuple):
+    """Query heads from ``first`` to before ``end`` of a batch."""
+
+    batch: Int32
+    first: Int32
+    end: Int32
+
+
+def read_heads(mask: DenseMask, heads: Heads) -> Heads:
+    """Those of them whose masks differ."""
+    return heads._replace(end=cutlass.min(heads.end, heads.first + mask.heads))
+
+
+class Pairs(NamedTuple):
+    """What the map says of a rectangle: whether it shows some pair, and whether it hides some."""
+
+    shows: Boolean
+    hides: Boolean
+
+
+def _bits_between(first: Int32, end: Int32) -> Int32:
+    """Those of the bits ``first`` to before ``end`` that a word has; at least one."""
+    below_end = ((Int32(1) << (cutlass.min(end, WORD_KEYS) - 1)) - 1) * 2 + 1
+    return below_end & (Int32(-1) << cutlass.max(first, 0))
+
+
+@cute.jit
+def look(
+    mask: DenseMask, heads: Heads, rows: Stretch, keys: Stretch, max_rows: cutlass.Constexpr[int]
+) -> Pairs:
+    """Looks at the pairs of ``rows``, at most ``max_rows``, and ``keys``; neither is empty."""
+    stripes, width = ceil_div(mask.rows, MAP_CELL), ceil_div(mask.width, MAP_CELL)
+    first_stripe = cutlass.min(rows.start, mask.rows - 1) // MAP_CELL
+    end_stripe = cutlass.min(rows.end - 1, mask.rows - 1) // MAP_CELL + 1
+    first_cell, end_cell = keys.start // MAP_CELL, ceil_div(keys.end, MAP_CELL)
+    shown, missing = Int32(0), Int32(0)
+    for word in cutlass.range(first_cell // WORD_KEYS, ceil_div(end_cell, WORD_KEYS), unroll=1):
+        own = _bits_between(first_cell - word * WORD_KEYS, end_cell - word * WORD_KEYS)
+        column = cutlass.min(word, width - 1)
+        for head in cutlass.range(heads.first, heads.end, unroll=1):
+            plane = of_head(mask, heads.batch, head) * 2 * stripes
+            # Unrolled, so that all words are on the way at a time; the last is read repeatedly.
+            for i in cutlass.range_constexpr(max_rows // MAP_CELL + 1):
+                stripe = cutlass.min(first_stripe + i, end_stripe - 1)
+                place = (plane + stripe).to(Int64) * width + column
+                shown = shown | (tiles.element(mask.cells + place, 0) & own)
+                place = place + stripes.to(Int64) * width
+                missing = missing | (~tiles.element(mask.cells + place, 0) & own)
+    return Pairs(shown != 0, missing != 0)
+
+
+class Sweep(NamedTuple):
+    """What a tile sweeps.
+
+    Attributes:
+        of_keys: True in a forward, False in a backward, whose tiles sweep rows.
+        size: elements of a block.
+        max_rows: of a tile in a forward, of a block in a backward.
+        threads: of the CTA.
+    """
+
+    of_keys: bool
+    size: int
+    max_rows: int
+    threads: int
+
+
+@cute.jit
+def find_blocks(
+    found: cute.Tensor,
+    mask: DenseMask,
+    heads: Heads,
+    own: Stretch,
+    swept: Stretch,
+    sweep: cutlass.Constexpr[Sweep],
+) -> None:
+    """Makes a tile's list. All threads of the CTA call; a barrier must follow.
+
+    Args:
+        found: words of shared memory.
+        mask: the mask.
+        heads: of the tile.
+        own: rows of the tile in a forward, keys in a backward.
+        swept: its blocks of the other side, as far as the band shows them.
+        sweep: what they are.
+    """
+    heads = read_heads(mask, heads)
+    shift = Int32(0)
+    while ((swept.end - 1) >> shift) >= LIST_BLOCKS:
+        shift = shift + 1
+    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+    if thread == 0:
+        found[SHIFT] = shift
+    warps = sweep.threads // edges.WARP
+    for number in cutlass.range(thread // edges.WARP, LIST_WORDS, warps, unroll=1):
+        first = (number * WORD_KEYS + lane) << shift
+        shows, hides = Int32(0), Int32(0)
+        start = cutlass.max(first, swept.start)
+        end = cutlass.min(first + (Int32(1) << shift), swept.end)
+        for block in cutlass.range(start, end, unroll=1):
+            first_element = block * sweep.size
+            elements = Stretch(first_element, first_element + sweep.size)
+            rows, keys = elements, own
+            if const_expr(sweep.of_keys):
+                rows, keys = own, elements
+            pairs = look(mask, heads, rows, keys, sweep.max_rows)
+            shows = shows | Int32(pairs.shows)
+            hides = hides | Int32(pairs.hides)
+        shown = cute.arch.vote_ballot_sync(shows != 0)
+        partial = cute.arch.vote_ballot_sync(hides != 0)
+        if lane == 0:
+            found[SHOWN + number] = shown
+            found[PARTIAL + number] = partial
+
+
+@cute.jit
+def last_shown(found: cute.Tensor, block: Int32) -> Int32:
+    """The last block to visit of those up to ``block``; -1 if there is none."""
+    last = Int32(-1)
+    if block >= 0:
+        shift = found[SHIFT]
+        bit = block >> shift
+        word = bit // WORD_KEYS
+        shown = found[SHOWN + word] & _bits_between(0, bit % WORD_KEYS + 1)
+        while (shown == 0) & (word > 0):
+            word = word - 1
+            shown = found[SHOWN + word]
+        if shown != 0:
+            bit = word * WORD_KEYS + (WORD_KEYS - 1 - Int32(cute.arch.clz(shown)))
+            last = cutlass.min(((bit + 1) << shift) - 1, block)
+    return last
+
+
+@cute.jit
+def first_shown(found: cute.Tensor, block: Int32, end: Int32) -> Int32:
+    """The first block to visit of those from ``block`` to before ``end``; else ``end``."""
+    first = end
+    if block < end:
+        shift = found[SHIFT]
+        bit, last_word = block >> shift, ((end - 1) >> shift) // WORD_KEYS
+        word = bit // WORD_KEYS
+        shown = found[SHOWN + word] & (Int32(-1) << (bit % WORD_KEYS))
+        while (shown == 0) & (word < last_word):
+            word = word + 1
+            shown = found[SHOWN + word]
+        if shown != 0:
+            lowest = Int32(cute.arch.popc((shown & -shown) - 1))
+            first = cutlass.max((word * WORD_KEYS + lowest) << shift, block)
+    return cutlass.min(first, end)
+
+
+@cute.jit
+def count_shown(found: cute.Tensor, start: Int32, end: Int32) -> Int32:
+    """Number of blocks to visit from ``start`` to before ``end``, which the list narrowed."""
+    count = Int32(0)
+    if start < end:
+        shift = found[SHIFT]
+        first, last = start >> shift, (end - 1) >> shift
+        for word in cutlass.range(first // WORD_KEYS, last // WORD_KEYS + 1, unroll=1):
+            own = _bits_between(first - word * WORD_KEYS, last + 1 - word * WORD_KEYS)
+            count = count + Int32(cute.arch.popc(found[SHOWN + word] & own))
+        before, behind = start - (first << shift), ((last + 1) << shift) - end
+        count = (count << shift) - before - behind
+    return count
+
+
+@cute.jit
+def narrowed(found: cute.Tensor, blocks: Stretch) -> Stretch:
+    """``blocks`` without those at both ends that are not visited; may be empty."""
+    end = cutlass.max(last_shown(found, blocks.end - 1) + 1, blocks.start)
+    return Stretch(first_shown(found, blocks.start, end), end)
+
+
+def hides(found: cute.Tensor, block: Int32) -> Boolean:
+    """Whether a block hides something."""
+    # HAZARD: where segments leave a tile without keys, its block may be of any number.
+    bit = cutlass.min(block >> found[SHIFT], LIST_BLOCKS - 1)
+    return ((found[PARTIAL + bit // WORD_KEYS] >> (bit % WORD_KEYS)) & 1) != 0

@@ -1,0 +1,253 @@
+"""The flat host entry of a forward, the same for all architectures, and what it is made of.
+
+Its parameters are those of ``abi.FORWARD``, one by one: the exporter makes a C function of it. It
+packs them into a ``ForwardCall`` and leaves the rest to the architecture's ``launch``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from jax_fa.kernels import combine, forward_work, primitives, softmax, tiles
+from jax_fa.kernels.dense_mask import DenseMask, narrows
+from jax_fa.kernels.primitives import Extents, dense, dense_stats
+from jax_fa.spec import division
+
+
+class ForwardCall(NamedTuple):
+    """Arguments of a forward.
+
+    Attributes:
+        q: [B, T, N, D].
+        k: [B, S, K, D].
+        v: [B, S, K, Dv].
+        out: [B, T, N, Dv].
+        lse: [B, T, N].
+        out_parts: float32 [splits, B, T, N, Dv]; null unless keys are split.
+        lse_parts: [splits, B, T, N]; null unless keys are split.
+        queries: B, T, N.
+        keys: B, S, K.
+        scalars: what every tile shares.
+        num_sms: multiprocessors of the device.
+        stream: to launch on.
+    """
+
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    out: cute.Pointer
+    lse: cute.Pointer
+    out_parts: cute.Pointer
+    lse_parts: cute.Pointer
+    queries: Extents
+    keys: Extents
+    scalars: forward_work.Scalars
+    num_sms: Int32
+    stream: cuda.CUstream
+
+
+class ForwardViews(NamedTuple):
+    """Arrays as TMA and as threads see them."""
+
+    tma: forward_work.Tma
+    arrays: forward_work.Arrays
+
+
+def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> ForwardViews:
+    """The arrays as a forward sees them.
+
+    ``layouts`` has a field q, k, v and out each: the shared memory layout of what one TMA
+    instruction copies.
+    """
+    key = variant.key
+    gOut = dense(call.out, call.queries, key.value_dim)
+    loads = {
+        "q": dense(call.q, call.queries, key.head_dim),
+        "k": dense(call.k, call.keys, key.head_dim),
+        "v": dense(call.v, call.keys, key.value_dim),
+    }
+    atoms: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for name, array in loads.items():
+        layout = getattr(layouts, name)
+        shape = cute.product_each(layout.outer.shape)
+        atoms[name], arrays[name] = primitives.tma_load(array, layout, shape, variant.plan.ctas)
+    out_shape = cute.product_each(layouts.out.outer.shape)
+    atoms["out"], arrays["out"] = primitives.tma_store(gOut, layouts.out, out_shape)
+    if not key.is_split:
+        lse = dense_stats(call.lse, call.queries)
+        whole = forward_work.Arrays(**arrays, out_rows=gOut, lse=lse)
+        return ForwardViews(forward_work.Tma(**atoms), whole)
+    queries = call.queries._replace(batch=call.queries.batch * call.scalars.num_splits)
+    out_parts = dense(call.out_parts, queries, key.value_dim)
+    lse_parts = dense_stats(call.lse_parts, queries)
+    parts = forward_work.Arrays(**arrays, out_rows=out_parts, lse=lse_parts)
+    return ForwardViews(forward_work.Tma(**atoms), parts)
+
+
+@cute.jit
+def _num_q_blocks(variant: cutlass.Constexpr, call: ForwardCall, positions: Int32 | int) -> Int32:
+    """Blocks of ``positions`` queries in a batch."""
+    blocks = cute.ceil_div(call.queries.length, positions)
+    if const_expr(variant.is_general):
+        if tiles.is_present(call.scalars.sequences.cu_seqlens.own):
+            # Each sequence, and what lies behind the last, may end in a partly filled block.
+            blocks = call.queries.length // positions + call.scalars.sequences.num_sequences + 1
+    return blocks
+
+
+@cute.jit
+def forward_packing(variant: cutlass.Constexpr, call: ForwardCall) -> division.Packing:
+    """How query heads share tiles, if that pays."""
+    block_q, group = variant.config.block_q, call.queries.heads // call.keys.heads
+    packed = division.packing(block_q, group)
+    plain = division.Packing(1, block_q, group, group)
+    before, after = (
+        cute.ceil_div(p.units * _num_q_blocks(variant, call, p.positions), variant.plan.ctas)
+        for p in (plain, packed)
+    )
+    pays = division.packing_pays(after, before)
+    return division.Packing(
+        packed.heads if pays else Int32(plain.heads),
+        packed.positions if pays else Int32(plain.positions),
+        packed.units if pays else plain.units,
+        group,
+    )
+
+
+def forward_granules(
+    variant: Any, call: ForwardCall, layout: cute.ComposedLayout
+) -> forward_work.Granules:
+    """The query array as TMA copies pieces of a packed tile, to shared memory of ``layout``."""
+    head_dim = variant.key.head_dim
+    by_granules = cute.select(primitives.by_granules(layout.outer), mode=[0, 1])
+    granule = cute.make_composed_layout(layout.inner, 0, by_granules)
+    queries, shape = dense(call.q, call.queries, head_dim), (division.GRANULE, head_dim)
+    loads = primitives.tma_load(queries, granule, shape, variant.plan.ctas)
+    return forward_work.Granules(loads.atom, loads.array)
+
+
+@cute.jit
+def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None) -> tiles.Grid:
+    """The work order of a forward; units of a ``Packing``, if any, count as query heads."""
+    key, config, ctas = variant.key, variant.config, variant.plan.ctas
+    num_splits = call.scalars.num_splits
+    batch, num_q_heads, num_kv_heads = call.queries.batch, call.queries.heads, call.keys.heads
+    num_heads, group, positions = num_q_heads, num_q_heads // num_kv_heads, config.block_q
+    if const_expr(packing is not None):
+        group, positions = packing.units, packing.positions
+        num_heads = num_kv_heads * group
+    if const_expr(key.is_split):
+        # Every part of a tile counts as a head of its own: work_on in forward_work.
+        num_heads, group = num_heads * num_splits, group * num_splits
+    num_q_blocks = _num_q_blocks(variant, call, positions)
+    kv_bytes = call.keys.length * (2 * (key.head_dim + key.value_dim)) // group
+    num_ctas = call.num_sms
+    if const_expr(ctas > 1):
+        num_ctas = cutlass.max(call.num_sms // ctas, 1) * ctas
+    order = tiles.make_order(batch * num_heads, num_heads, group, num_q_blocks, kv_bytes, num_ctas)
+    num_tiles = tiles.num_tiles(order, ctas)
+    if const_expr(config.is_persistent):
+        num_ctas = cutlass.min(num_ctas, num_tiles)
+    else:
+        num_ctas = num_tiles
+    if const_expr(variant.is_general):
+        if narrows(call.scalars):
+            num_ctas = num_tiles
+    return tiles.Grid(order, num_ctas)
+
+
+def forward_entry(variant: Any, launch: Callable) -> Callable:
+    """The flat host entry of a forward.
+
+    ``launch(variant, call)``, of the architecture, launches the kernel.
+    """
+    key = variant.key
+
+    @cute.jit
+    def forward(  # noqa: PLR0913
+        q: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        out_parts: cute.Pointer,
+        lse_parts: cute.Pointer,
+        num_splits: Int32,
+        q_lengths: cute.Pointer,
+        kv_lengths: cute.Pointer,
+        cu_seqlens_q: cute.Pointer,
+        cu_seqlens_k: cute.Pointer,
+        q_segments: cute.Pointer,
+        kv_segments: cute.Pointer,
+        q_offset: cute.Pointer,
+        sinks: cute.Pointer,
+        mask_words: cute.Pointer,
+        mask_map: cute.Pointer,
+        batch: Int32,
+        num_sequences: Int32,
+        q_len: Int32,
+        kv_len: Int32,
+        num_q_heads: Int32,
+        num_kv_heads: Int32,
+        mask_batch: Int32,
+        mask_heads: Int32,
+        mask_rows: Int32,
+        mask_width: Int32,
+        scale: Float32,
+        soft_cap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        bottom_right: Int32,
+        num_sms: Int32,
+        stream: cuda.CUstream,
+    ):
+        sequences = tiles.Sequences(
+            lengths=tiles.Sides(q_lengths, kv_lengths),
+            cu_seqlens=tiles.Sides(cu_seqlens_q, cu_seqlens_k),
+            q_offset=q_offset,
+            num_sequences=num_sequences,
+            rows=tiles.Sides(q_len, kv_len),
+        )
+        extents = (mask_batch, mask_heads, mask_rows, mask_width)
+        mask = DenseMask(mask_words, mask_map, *extents)
+        scale_log2 = (soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E
+        scalars = forward_work.Scalars(
+            sequences,
+            window_left,
+            window_right,
+            bottom_right,
+            cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),
+            scale_log2=scale_log2,
+            scale_share=scale_log2 / softmax.SPAN,
+            sinks=sinks,
+            q_segments=q_segments,
+            kv_segments=kv_segments,
+            mask=mask,
+            num_splits=num_splits,
+        )
+        call = ForwardCall(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            out_parts=out_parts,
+            lse_parts=lse_parts,
+            queries=Extents(batch, q_len, num_q_heads),
+            keys=Extents(batch, kv_len, num_kv_heads),
+            scalars=scalars,
+            num_sms=num_sms,
+            stream=stream,
+        )
+        launch(variant, call)
+        if const_expr(key.is_split):
+            parts, whole = combine.Pointers(out_parts, lse_parts), combine.Pointers(out, lse)
+            rows = batch * q_len * num_q_heads
+            combine.merge(parts, whole, rows, key.value_dim, num_splits, stream)
+
+    return forward

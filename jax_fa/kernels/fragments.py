@@ -1,0 +1,94 @@
+"""Products by wgmma, and the register fragments that they leave.
+
+Fragments follow the accumulator of ``wgmma.m64nNk16``: thread ``t`` of a warpgroup holds, of the
+64 x N tile, rows ``16 * (t // 32) + (t % 32) // 4 + 8 * r`` for r in {0, 1} and columns
+``2 * (t % 4) + c + 8 * g`` for c in {0, 1}, in the order (c, r, g), c fastest. The register A
+operand of the next product wants its 16-column slabs in that very order, so P never moves.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+ROWS = 2
+"""Rows of a tile in one thread."""
+
+
+def make_mma(
+    dtype: type,
+    columns: int,
+    b_major: OperandMajorMode,
+    a_in_registers: bool,
+    a_major: OperandMajorMode = OperandMajorMode.K,
+) -> object:
+    """One warpgroup's 64 x ``columns`` product with float32 accumulation."""
+    source = warpgroup.OperandSource.RMEM if a_in_registers else warpgroup.OperandSource.SMEM
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, columns, 16), source, a_major, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+
+def multiply(
+    mma: object, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool
+) -> None:
+    """Issues ``acc (+)= A B`` as one committed group of asynchronous wgmma.
+
+    The K mode of the fragments ``a`` and ``b`` is the last. The caller waits, and until then
+    touches neither ``acc`` nor ``a``.
+    """
+    atom = cute.make_mma_atom(mma.op)
+    warpgroup.fence()
+    for k in range(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+def by_row(acc: cute.Tensor) -> cute.Tensor:
+    """View of an accumulator as (2 rows, columns / 4), both this thread's own."""
+    (pair, rows, groups), *_ = acc.layout.shape
+    layout = cute.make_layout((rows, (pair, groups)), stride=(pair, (1, pair * rows)))
+    return cute.make_tensor(acc.iterator, layout)
+
+
+def pairs_by_row(rounded: cute.Tensor) -> cute.Tensor:
+    """View of a 16-bit fragment as (2 rows, column pairs), a pair being one 32-bit word."""
+    (pair, rows, groups), *_ = rounded.layout.shape
+    words = cute.recast_tensor(rounded, Int32)
+    layout = cute.make_layout((rows, groups), stride=(1, rows))
+    return cute.make_tensor(words.iterator, layout)
+
+
+def column_of(index: int) -> int:
+    """Column of element ``index`` of a row in ``by_row``, less that of element 0."""
+    return index // 2 * 8 + index % 2
+
+
+def row_in_tile(thread: Int32) -> Int32:
+    """Row of ``by_row``'s row 0 in the warpgroup's 64, for a thread of it; row 1 is 8 below."""
+    return thread // 32 * 16 + thread % 32 // 4
+
+
+def first_column(thread: Int32) -> Int32:
+    """Column of element 0 of ``by_row`` in the tile."""
+    return thread % 4 * 2
+
+
+@cute.jit
+def gather_columns(words: list, width: cutlass.Constexpr[int]) -> list:
+    """Transposes ``width`` words across the ``width`` neighbouring lanes of a quad.
+
+    Word i of a lane is its pair of columns in column group i of a row. Afterwards the lane holds
+    the words of group ``lane % width``, in the order of columns.
+    """
+    lane = cute.arch.lane_idx()
+    step = 1
+    while cutlass.const_expr(step < width):
+        is_high = (lane & step) != 0
+        for i in cutlass.range_constexpr(width):
+            if cutlass.const_expr(i & step == 0):
+                low, high = words[i], words[i | step]
+                received = cute.arch.shuffle_sync_bfly(low if is_high else high, offset=step)
+                words[i] = received if is_high else low
+                words[i | step] = high if is_high else received
+        step = step * 2
+    return words

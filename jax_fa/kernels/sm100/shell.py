@@ -1,0 +1,191 @@
+"""What surrounds the roles of a Blackwell kernel, forward and backward alike.
+
+First words of shared memory, mbarriers of all edges, tensor memory, synchronisation of a CTA or a
+pair, the scan for segments, and the ends of edges that each role holds. All of it follows from the
+plan.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from jax_fa.kernels import dense_mask, edges, primitives, segments
+from jax_fa.kernels.sm100 import umma
+from jax_fa.spec import division
+
+
+class Control(NamedTuple):
+    """The first words of a CTA's shared memory."""
+
+    mbarriers: cute.Pointer  # those of all edges
+    zero_fill: cute.Pointer  # one mbarrier, of loads whose last rows become zero
+    tmem_address: cute.Pointer
+    found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
+
+
+def control_storage(plan: edges.Plan) -> type:
+    """The struct behind ``Control``, to begin a kernel's shared memory with."""
+
+    @cute.struct
+    class Storage:
+        mbarriers: cute.struct.MemRange[Int64, plan.num_mbarriers]
+        zero_fill: cute.struct.MemRange[Int64, 1]
+        tmem_address: cute.struct.MemRange[Int32, 1]
+        found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
+
+    return Storage
+
+
+def control_of(storage: Any) -> Control:
+    """Pointers into a ``control_storage``."""
+    return Control(
+        storage.mbarriers.data_ptr(),
+        storage.zero_fill.data_ptr(),
+        storage.tmem_address.data_ptr(),
+        storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
+    )
+
+
+class AllEnds(NamedTuple):
+    """Pipeline handles of all edges, in the order of ``Plan.edges``."""
+
+    producers: tuple[Any, ...]
+    consumers: tuple[Any, ...]
+
+
+class Started(NamedTuple):
+    """A CTA that is ready for its roles."""
+
+    warp: Int32  # number of this warp, the same in all its lanes
+    ends: AllEnds
+    tmem: cute.Pointer  # all columns
+
+
+def _make_ends(plan: edges.Plan, mbarriers: cute.Pointer) -> AllEnds:
+    """Initialises the mbarriers of all edges: those of the CTA, then those of its query tiles."""
+    made = {}
+    for edge in sorted(plan.edges, key=lambda edge: edge.data[-1].isdigit()):
+        first = mbarriers + plan.first_mbarrier(edge.data)
+        made[edge.data] = edges.make_edge(plan, edge.data, first)
+    producers, consumers = zip(*(made[edge.data] for edge in plan.edges), strict=True)
+    return AllEnds(producers, consumers)
+
+
+def _cluster_sync():
+    """Waits for all threads of the cluster that have not ended."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+@cute.jit
+def start(
+    variant: cutlass.Constexpr, tma: Any, control: Control, tmem_role: cutlass.Constexpr[str]
+) -> Started:
+    """Initialises mbarriers, and has the role ``tmem_role`` allocate all of tensor memory.
+
+    The whole CTA calls, both CTAs of a pair; all of it is visible to all of them afterwards.
+    """
+    plan, is_pair = variant.plan, variant.plan.ctas == 2
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp == 0:
+        primitives.prefetch_descriptors(tma)
+        if const_expr(variant.is_general):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(control.zero_fill, 1)
+                segments.reset(control.found)
+    ends = _make_ends(plan, control.mbarriers)
+    if warp == plan.role(tmem_role).warps.start:
+        cute.arch.alloc_tmem(edges.TMEM_COLS, control.tmem_address, is_pair)
+        cute.arch.relinquish_tmem_alloc_permit(is_pair)
+    cute.arch.mbarrier_init_fence()
+    umma.before_thread_sync()
+    if const_expr(is_pair):
+        # HAZARD: nobody may arrive at the other CTA's barriers before they exist.
+        _cluster_sync()
+    else:
+        cute.arch.sync_threads()
+    umma.after_thread_sync()
+    # All columns are this CTA's, so the first is number 0: known at compile time, unlike what was
+    # written to tmem_address, and no registers need be spent on sums with it.
+    tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
+    return Started(warp, ends, tmem)
+
+
+@cute.jit
+def narrow(
+    variant: cutlass.Constexpr, x: Any, scan: cutlass.Constexpr[Callable[..., None]]
+) -> None:
+    """Runs ``scan(variant, x)`` if it has a use; its result is visible to the whole CTA."""
+    if const_expr(variant.is_general):
+        if dense_mask.narrows(x.scalars):
+            scan(variant, x)
+            cute.arch.sync_threads()
+
+
+def pipes_of(
+    plan: edges.Plan, role: str, bundle: type, ends: AllEnds, tile: int | None = None
+) -> Any:
+    """The ends that ``role`` holds, in its ``bundle``, a NamedTuple whose fields are edges.
+
+    With ``tile``, those that are numbered by query tile: field ``s`` is the edge ``s0`` of tile 0.
+    An edge that the kernel does not have is None.
+    """
+    held = {
+        edge.data: ends.producers[i] if edge.producer == role else ends.consumers[i]
+        for i, edge in enumerate(plan.edges)
+        if role in (edge.producer, edge.consumer)
+    }
+    number = "" if tile is None else str(tile)
+    return bundle(*(held.get(name + number) for name in bundle._fields))
+
+
+@cute.jit
+def free_tmem(
+    variant: cutlass.Constexpr,
+    tmem: cute.Pointer,
+    warp: Int32,
+    tmem_role: cutlass.Constexpr[str],
+) -> None:
+    """Frees tensor memory. The warps call that the plan's barrier "done" counts, when done with it.
+
+    HAZARD: nobody may read it any more. A pair frees it together, when neither CTA has anything
+    left to do with it, or with the other's shared memory (PTX ISA, "Issue Granularity" of tcgen05).
+    """
+    plan = variant.plan
+    if const_expr(plan.ctas == 2):
+        _cluster_sync()
+    else:
+        done = plan.barrier("done")
+        cute.arch.barrier(barrier_id=done.index, number_of_threads=done.threads)
+    if warp == plan.role(tmem_role).warps.start:
+        cute.arch.dealloc_tmem(tmem, edges.TMEM_COLS, plan.ctas == 2)
+
+
+def arrive(barrier: cute.Pointer):
+    """One arrival at an mbarrier of this CTA, without a register for the number of arrivals."""
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier.toint()]
+    )
+
+
+@cute.jit
+def signal(slot: Any) -> None:
+    """One arrival for this warp at the barrier of ``slot``, after what all its lanes did."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        slot.commit()
+
+
+def launch(made: Any, variant: Any, num_ctas: Int32, stream: Any) -> None:
+    """Launches a kernel, one CTA per multiprocessor, with the clusters that its plan asks for."""
+    plan = variant.plan
+    made.launch(
+        grid=(num_ctas, 1, 1),
+        block=(plan.threads, 1, 1),
+        cluster=(plan.ctas, 1, 1) if plan.ctas > 1 else None,
+        stream=stream,
+        min_blocks_per_mp=1,
+    )

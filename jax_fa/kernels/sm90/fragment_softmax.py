@@ -1,0 +1,172 @@
+"""Online softmax and masks over score fragments (``fragments.py``): a row has four threads."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from jax_fa.kernels.fragments import ROWS, by_row, column_of
+from jax_fa.kernels.softmax import RowResult, finish_whole_row
+from jax_fa.spec.division import WORD_KEYS
+
+
+class RowState(NamedTuple):
+    """Running statistics of a thread's rows.
+
+    Attributes:
+        maximum: (2,) maximum of the scores so far, unscaled; equal in all threads of a row.
+        total: (2,) sum of this thread's probabilities so far, relative to ``maximum``.
+    """
+
+    maximum: cute.Tensor
+    total: cute.Tensor
+
+
+def make_row_state() -> RowState:
+    """Statistics in registers, yet to be reset."""
+    return RowState(
+        cute.make_rmem_tensor((ROWS,), Float32),
+        cute.make_rmem_tensor((ROWS,), Float32),
+    )
+
+
+@cute.jit
+def copy(state: RowState) -> RowState:
+    """The same statistics in registers of their own."""
+    other = make_row_state()
+    other.maximum.store(state.maximum.load())
+    other.total.store(state.total.load())
+    return other
+
+
+@cute.jit
+def reset(state: RowState) -> None:
+    """Statistics of no keys at all."""
+    state.maximum.fill(-Float32.inf)
+    state.total.fill(0.0)
+
+
+@cute.jit
+def quad_max(value: Float32) -> Float32:
+    """Maximum over the four threads of a row."""
+    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
+@cute.jit
+def quad_sum(value: Float32) -> Float32:
+    """Sum over the four threads of a row."""
+    value = value + cute.arch.shuffle_sync_bfly(value, offset=1)
+    return value + cute.arch.shuffle_sync_bfly(value, offset=2)
+
+
+@cute.jit
+def row_max(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
+    """Maximum of this thread's scores of one row, over four independent chains."""
+    columns = cute.size(scores, mode=[1])
+    chains = [scores[row, i] for i in range(4)]
+    for i in cutlass.range_constexpr(4, columns):
+        chains[i % 4] = cute.arch.fmax(chains[i % 4], scores[row, i])
+    return cute.arch.fmax(
+        cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3])
+    )
+
+
+@cute.jit
+def update(acc: cute.Tensor, state: RowState, scale_log2: Float32) -> cute.Tensor:
+    """Replaces scores by probabilities and brings ``state`` up to date.
+
+    Args:
+        acc: score fragment; probabilities relative to the new maximum on return.
+        state: statistics before, and after, these scores.
+        scale_log2: factor of a score in base 2.
+
+    Returns:
+        (2,) factor by which everything accumulated so far shrinks.
+    """
+    scores = by_row(acc)
+    columns = cute.size(scores, mode=[1])
+    shrink = cute.make_rmem_tensor((ROWS,), Float32)
+    for row in cutlass.range_constexpr(ROWS):
+        before = state.maximum[row]
+        maximum = cute.arch.fmax(before, quad_max(row_max(scores, row)))
+        state.maximum[row] = maximum
+        # A row that has seen no key: (-inf) - (-inf) would be NaN, 2 ** (-inf - 0) is 0.
+        reference = Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
+        shrink[row] = cute.math.exp2(before * scale_log2 - reference, fastmath=True)
+        sums = [Float32(0.0) for _ in range(4)]
+        for i in cutlass.range_constexpr(columns):
+            p = cute.math.exp2(scores[row, i] * scale_log2 - reference, fastmath=True)
+            scores[row, i] = p
+            sums[i % 4] = sums[i % 4] + p
+        state.total[row] = state.total[row] * shrink[row] + (
+            (sums[0] + sums[1]) + (sums[2] + sums[3])
+        )
+    return shrink
+
+
+@cute.jit
+def finish_row(maximum: Float32, total: Float32, scale_log2: Float32, sink: Float32) -> RowResult:
+    """``finish_whole_row`` of unscaled statistics; ``total`` is this thread's part of the sum."""
+    return finish_whole_row(maximum * scale_log2, quad_sum(total), sink)
+
+
+@cute.jit
+def scale_rows(acc: cute.Tensor, factors: cute.Tensor) -> None:
+    """Multiplies each row of an accumulator by its factor."""
+    rows = by_row(acc)
+    for row in cutlass.range_constexpr(ROWS):
+        for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            rows[row, i] = rows[row, i] * factors[row]
+
+
+@cute.jit
+def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]) -> None:
+    """Sets the scores outside each row's ``Visible`` columns to -inf.
+
+    ``two_sided`` is False where no row has invisible columns before its visible ones.
+    """
+    scores = by_row(acc)
+    for row in cutlass.range_constexpr(ROWS):
+        for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            column = column_of(i)
+            is_visible = column < rows[row].end
+            if cutlass.const_expr(two_sided):
+                is_visible = is_visible & (column >= rows[row].first)
+            scores[row, i] = scores[row, i] if is_visible else -Float32.inf
+
+
+@cute.jit
+def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int32) -> None:
+    """Sets the scores of keys of another segment than their row's to -inf.
+
+    Args:
+        acc: score fragment.
+        row_ids: segment of each of this thread's rows.
+        ids: segments of the keys, from this thread's first column on.
+        last: offset of the last key from there; nothing beyond it is read.
+    """
+    scores = by_row(acc)
+    keys = cute.make_tensor(ids, cute.make_layout(1 << 16))
+    for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        key = keys[cutlass.min(column_of(i), last)]
+        for row in cutlass.range_constexpr(ROWS):
+            scores[row, i] = scores[row, i] if key == row_ids[row] else -Float32.inf
+
+
+@cute.jit
+def mask_by_words(acc: cute.Tensor, words: list, first_column: Int32) -> None:
+    """Sets scores to -inf whose bit is 0.
+
+    Args:
+        acc: the scores.
+        words: for each of this thread's rows, words of 32 columns each.
+        first_column: this thread's first one.
+    """
+    scores = by_row(acc)
+    own = [[word >> first_column for word in of_row] for of_row in words]
+    for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        number, bit = divmod(column_of(i), WORD_KEYS)
+        for row in cutlass.range_constexpr(ROWS):
+            is_visible = (own[row][number] & (1 << bit)) != 0
+            scores[row, i] = scores[row, i] if is_visible else -Float32.inf

@@ -1,0 +1,576 @@
+"""The roles of the Hopper forward: load, consume; ``fwd.py`` has the picture."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.pipeline import PipelineConsumer, PipelineProducer
+
+from jax_fa.kernels import dense_mask, edges, fragments, loads, primitives, softmax, tiles
+from jax_fa.kernels.forward_work import (
+    Variant,
+    Work,
+    batch_of_part,
+    below,
+    load_granules,
+    row_of_tile,
+    sink_of,
+    tile_at,
+    work_on,
+)
+from jax_fa.kernels.sm90 import fragment_softmax
+from jax_fa.kernels.sm90.fwd_work import (
+    ForwardConsumer,
+    ForwardContext,
+    ForwardPipes,
+    KvPipes,
+    make_consumer,
+    make_layouts,
+)
+from jax_fa.kernels.sm90.plan import WGMMA_ROWS
+from jax_fa.kernels.unmasked import hides_pairs
+from jax_fa.spec.band import key_range
+
+
+class LoadedBlocks(NamedTuple):
+    """The state of the role load after some blocks of keys and values."""
+
+    k: PipelineProducer
+    v: PipelineProducer
+    phase: Int32  # of the barrier ``zero_fill``
+
+
+@cute.jit
+def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> None:
+    """Loads each query tile and its key and value blocks, newest first. One warp."""
+    q, k, v = pipes.q, pipes.k, pipes.v
+    phase = Int32(0)
+    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
+    if work.tile.is_valid:
+        slot = q.acquire_and_advance()
+        load_q(variant, x, work, slot)
+        slot = k.acquire_and_advance()
+        load_k(x, work, work.blocks.end - 1, slot)
+        if const_expr(variant.config.is_persistent):
+            next_tile = tile_at(variant, x, work.tile.slot + 1)
+            while next_tile.is_valid:
+                # Before the long loop, which hides the latency of lengths read from memory.
+                next_work = work_on(variant, x, next_tile)
+                k, v, phase = load_middle(variant, x, work, KvPipes(k, v), phase)
+                before, work = work, next_work
+                slot = q.acquire_and_advance()
+                load_q(variant, x, work, slot)
+                slot = k.acquire_and_advance()
+                load_k(x, work, work.blocks.end - 1, slot)
+                slot = v.acquire_and_advance()
+                phase = load_v(variant, x, before, before.blocks.start, slot, phase)
+                next_tile = tile_at(variant, x, work.tile.slot + 1)
+        k, v, phase = load_middle(variant, x, work, KvPipes(k, v), phase)
+        slot = v.acquire_and_advance()
+        load_v(variant, x, work, work.blocks.start, slot, phase)
+        # HAZARD: the CTA may not end while consumers still have arrivals to make here.
+        q.tail()
+        k.tail()
+        v.tail()
+
+
+@cute.jit
+def load_middle(
+    variant: cutlass.Constexpr, x: ForwardContext, work: Work, pipes: KvPipes, phase: Int32
+) -> LoadedBlocks:
+    """Loads the keys of all blocks but the newest, each followed by the block before's values."""
+    k, v = pipes.k, pipes.v
+    block = work.blocks.end - 1
+    for _ in cutlass.range(work.num_blocks - 1, unroll=1):
+        following = below(variant, x, block)
+        slot = k.acquire_and_advance()
+        load_k(x, work, following, slot)
+        slot = v.acquire_and_advance()
+        phase = load_v(variant, x, work, block, slot, phase)
+        block = following
+    return LoadedBlocks(k, v, phase)
+
+
+@cute.jit
+def load_q(variant: cutlass.Constexpr, x: ForwardContext, work: Work, slot: Any) -> None:
+    """Loads the query tile, 64 rows at a time."""
+    if const_expr(variant.config.packs_heads):
+        if x.packing.heads == 1:
+            load_q_of_head(variant, x, work, slot)
+        else:
+            consumers = variant.config.num_consumers
+            for i in cutlass.range_constexpr(consumers):
+                stage = slot.index * consumers + i
+                load_granules(variant, x, work, i * WGMMA_ROWS, stage, slot.barrier)
+    else:
+        load_q_of_head(variant, x, work, slot)
+
+
+@cute.jit
+def load_q_of_head(variant: cutlass.Constexpr, x: ForwardContext, work: Work, slot: Any) -> None:
+    """Loads the query tile of a single head."""
+    consumers = variant.config.num_consumers
+    first = work.span.own_start + work.span.first_row
+    rows = loads.Rows(first, work.tile.head, work.tile.batch)
+    for i in cutlass.range_constexpr(consumers):
+        stage = slot.index * consumers + i
+        loads.load(loads.operand(x, "q", stage), rows, i, slot)
+
+
+def load_k(x: ForwardContext, work: Work, block: Int32, slot: Any) -> None:
+    """Loads a block of keys."""
+    rows = loads.Rows(work.span.swept_start, work.tile.kv_head, work.tile.batch)
+    loads.load(loads.operand(x, "k"), rows, block, slot)
+
+
+@cute.jit
+def load_v(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    work: Work,
+    block: Int32,
+    slot: Any,
+    phase: Int32,
+) -> Int32:
+    """Loads a block of values, zero behind the sequence's last; returns the detour's phase."""
+    rows = loads.Rows(work.span.swept_start, work.tile.kv_head, work.tile.batch)
+    if const_expr(variant.is_general):
+        num_used = work.span.swept_len - block * variant.config.block_kv
+        detour = loads.Detour(x.smem.zero_fill, phase)
+        phase = loads.load_zero_filled(loads.operand(x, "v"), rows, block, num_used, slot, detour)
+    else:
+        loads.load(loads.operand(x, "v"), rows, block, slot)
+    return phase
+
+
+@cute.jit
+def pingpong_wait(variant: cutlass.Constexpr, c: ForwardConsumer) -> None:
+    """Waits until the consumer before this one has issued its products."""
+    first = variant.plan.barrier("pingpong0")
+    cute.arch.barrier(barrier_id=first.index + c.index, number_of_threads=first.threads)
+
+
+@cute.jit
+def pingpong_arrive(variant: cutlass.Constexpr, c: ForwardConsumer) -> None:
+    """Lets the next consumer issue its products."""
+    first = variant.plan.barrier("pingpong0")
+    other = (c.index + 1) % variant.config.num_consumers
+    cute.arch.barrier_arrive(barrier_id=first.index + other, number_of_threads=first.threads)
+
+
+@cute.jit
+def hides_keys(variant: cutlass.Constexpr, x: ForwardContext, work: Work, block: Int32) -> Boolean:
+    """Whether a block of a tile has to be masked."""
+    return hides_pairs(variant, x.scalars, work.blocks, x.smem.found, block)
+
+
+@cute.jit
+def mask_block(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    scores: cute.Tensor,
+    block: Int32,
+) -> None:
+    """Hides the keys of a block that a row does not see."""
+    scalars = x.scalars
+    rows = [at.position for at in rows_of_thread(variant, x, c, work)]
+    first_key = block * variant.config.block_kv + fragments.first_column(c.thread)
+    visible = []
+    for row in rows:
+        keys = key_range(work.window, row, tiles.EXTREMES)
+        visible.append(softmax.Visible(keys.lo - first_key, keys.hi - first_key))
+    fragment_softmax.mask(scores, visible, variant.is_general)
+    if const_expr(variant.is_general):
+        if tiles.is_present(scalars.q_segments):
+            sequences = scalars.sequences
+            q_base = work.tile.batch * sequences.rows.own + work.span.own_start
+            kv_base = work.tile.batch * sequences.rows.swept + work.span.swept_start
+            row_ids = []
+            for row in rows:
+                # 0 in a tile beyond all sequences, which has no rows.
+                present = cutlass.max(cutlass.min(row, work.span.own_slot - 1), 0)
+                row_ids.append(tiles.element(scalars.q_segments, q_base + present))
+            last = cutlass.max(work.span.swept_len - 1 - first_key, -first_key)
+            fragment_softmax.mask_segments(
+                scores, row_ids, scalars.kv_segments + (kv_base + first_key), last
+            )
+        if dense_mask.is_present(scalars.mask):
+            if dense_mask.hides(x.smem.found, block):
+                words = []
+                for at in rows_of_thread(variant, x, c, work):
+                    row = dense_mask.row_of(scalars.mask, work.tile.batch, at.head, at.position)
+                    block_kv = variant.config.block_kv
+                    words.append(dense_mask.words_of_block(scalars.mask, row, block, block_kv))
+                fragment_softmax.mask_by_words(scores, words, fragments.first_column(c.thread))
+
+
+def rows_of_thread(
+    variant: Variant, x: ForwardContext, c: ForwardConsumer, work: Work
+) -> list[tiles.RowAt]:
+    """The query position and head of each of the calling thread's rows."""
+    row = c.index * WGMMA_ROWS + fragments.row_in_tile(c.thread)
+    return [row_of_tile(variant, x, work, row + 8 * r) for r in range(fragments.ROWS)]
+
+
+@cute.jit
+def fetch_q(
+    variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, q_index: Int32
+) -> None:
+    """Copies 64 query rows to registers, if that is where the product wants them."""
+    if const_expr(variant.config.q_in_registers):
+        atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
+        copy = cute.make_tiled_copy_A(atom, c.qk).get_slice(c.thread)
+        cute.copy(copy, copy.partition_S(x.smem.q[None, None, q_index]), copy.retile(c.q))
+
+
+@cute.jit
+def multiply_qk(
+    variant: cutlass.Constexpr,
+    c: ForwardConsumer,
+    scores: cute.Tensor,
+    q_index: Int32,
+    k_index: Int32,
+) -> None:
+    """Issues ``scores = Q K^T``."""
+    keys = c.k[None, None, None, k_index]
+    if const_expr(variant.config.q_in_registers):
+        fragments.multiply(c.qk, scores, c.q, keys, False)
+    else:
+        fragments.multiply(c.qk, scores, c.q[None, None, None, q_index], keys, False)
+
+
+class Products(NamedTuple):
+    """S of a block, and PV of the one before, on their way.
+
+    Attributes:
+        scores: S.
+        k_full: the stage of keys that S reads.
+        v_full: the stage of values that PV reads.
+        k: the pipe of keys, advanced.
+        v: the pipe of values, advanced.
+    """
+
+    scores: cute.Tensor
+    k_full: Any
+    v_full: Any
+    k: PipelineConsumer
+    v: PipelineConsumer
+
+
+class Stepped(NamedTuple):
+    """The pipes of a consumer, advanced, and the block of its next step."""
+
+    k: PipelineConsumer
+    v: PipelineConsumer
+    block: Int32
+
+
+@cute.jit
+def products(
+    variant: cutlass.Constexpr, c: ForwardConsumer, q_index: Int32, pipes: KvPipes
+) -> Products:
+    """Issues S of the next block and PV of the current one."""
+    k, v = pipes.k, pipes.v
+    scores = c.qk.make_fragment_C(c.qk.partition_shape_C((WGMMA_ROWS, variant.config.block_kv)))
+    k_full = k.wait_and_advance()
+    pingpong_wait(variant, c)
+    multiply_qk(variant, c, scores, q_index, k_full.index)
+    v_full = v.wait_and_advance()
+    fragments.multiply(c.pv, c.out, c.p, c.v[None, None, None, v_full.index], True)
+    pingpong_arrive(variant, c)
+    return Products(scores, k_full, v_full, k, v)
+
+
+@cute.jit
+def await_scores(k_full: Any) -> None:
+    """Waits for S of ``products``, and releases its keys."""
+    warpgroup.wait_group(1)
+    k_full.release()
+
+
+@cute.jit
+def middle(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    q_index: Int32,
+    pipes: KvPipes,
+) -> KvPipes:
+    """Processes all blocks but the newest of a tile, up to and without the oldest PV.
+
+    ``q_index`` is the stage of the consumer's queries. Returns the pipes, advanced.
+    """
+    blocks, k, v = work.blocks, pipes.k, pipes.v
+    newest = blocks.end - 1
+    if const_expr(variant.is_general):
+        # One loop that asks each block: three loops of masked, full and masked blocks spill.
+        block = below(variant, x, newest)
+        for _ in cutlass.range(work.num_blocks - 1, unroll=1):
+            k, v, block = step(variant, "maybe", x, c, work, q_index, block, KvPipes(k, v))
+    else:
+        if const_expr(variant.key.mask == "causal"):
+            for i in cutlass.range(newest - blocks.full_end, unroll=1):
+                block = newest - 1 - i
+                k, v, _ = step(variant, "always", x, c, work, q_index, block, KvPipes(k, v))
+        last = cutlass.min(newest, blocks.full_end)
+        for i in cutlass.range(last - blocks.full_start, unroll=1):
+            block = last - 1 - i
+            k, v, _ = step(variant, "never", x, c, work, q_index, block, KvPipes(k, v))
+    return KvPipes(k, v)
+
+
+@cute.jit
+def step(
+    variant: cutlass.Constexpr,
+    masked: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    q_index: Int32,
+    block: Int32,
+    pipes: KvPipes,
+) -> Stepped:
+    """Computes S and the softmax of a block, and PV of the one before."""
+    scores, k_full, v_full, k, v = products(variant, c, q_index, pipes)
+    # Here, since products run: at the border of two steps it would show.
+    following = below(variant, x, block)
+    hides = Boolean(False)
+    if const_expr(masked == "maybe"):
+        hides = hides_keys(variant, x, work, block)
+    await_scores(k_full)
+    shrink = to_probabilities(variant, masked, x, c, work, block, hides, scores)
+    warpgroup.wait_group(0)
+    v_full.release()
+    # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
+    primitives.narrow(scores, c.p)
+    fragment_softmax.scale_rows(c.out, shrink)
+    return Stepped(k, v, following)
+
+
+@cute.jit
+def to_probabilities(
+    variant: cutlass.Constexpr,
+    masked: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    block: Int32,
+    hides: Boolean,
+    scores: cute.Tensor,
+) -> cute.Tensor:
+    """Caps, masks and exponentiates a block's scores; returns how much ``c.out`` shrinks.
+
+    ``masked`` says whether the block hides keys: "always", "never", or "maybe" if ``hides``.
+    """
+    if const_expr(variant.key.has_soft_cap):
+        softmax.cap(scores, x.scalars.cap_inner_log2)
+    if const_expr(masked == "always"):
+        mask_block(variant, x, c, work, scores, block)
+    if const_expr(masked == "maybe"):
+        if hides:
+            mask_block(variant, x, c, work, scores, block)
+    return fragment_softmax.update(scores, c.state, x.scalars.scale_log2)
+
+
+@cute.jit
+def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> None:
+    """Computes both products and the softmax of 64 query rows. One warpgroup of several."""
+    config = variant.config
+    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
+    if work.tile.is_valid:
+        c = make_consumer(variant, x)
+        q, k, v = pipes.q, pipes.k, pipes.v
+        if c.index == config.num_consumers - 1:
+            pingpong_arrive(variant, c)
+        q_full = q.wait_and_advance()
+        k_full = k.wait_and_advance()
+        scores = c.qk.make_fragment_C(c.qk.partition_shape_C((WGMMA_ROWS, config.block_kv)))
+        q_index = q_full.index * config.num_consumers + c.index
+        fetch_q(variant, x, c, q_index)
+        multiply_qk(variant, c, scores, q_index, k_full.index)
+        warpgroup.wait_group(0)
+        k_full.release()
+        fragment_softmax.reset(c.state)
+        newest = work.blocks.end - 1
+        hides = hides_keys(variant, x, work, newest)
+        to_probabilities(variant, "maybe", x, c, work, newest, hides, scores)
+        primitives.narrow(scores, c.p)
+        c.out.fill(0.0)
+        if const_expr(config.is_persistent):
+            next_tile = tile_at(variant, x, work.tile.slot + 1)
+            while next_tile.is_valid:
+                # Early: at the border, between two products, its latency would show.
+                next_work = work_on(variant, x, next_tile)
+                k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
+                before, before_index = work, q_index
+                work = next_work
+                q_next = q.wait_and_advance()
+                q_index = q_next.index * config.num_consumers + c.index
+                fetch_q(variant, x, c, q_index)
+                scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(k, v))
+                await_scores(k_full)
+                finished = fragment_softmax.copy(c.state)
+                fragment_softmax.reset(c.state)
+                newest = work.blocks.end - 1
+                hides = hides_keys(variant, x, work, newest)
+                to_probabilities(variant, "maybe", x, c, work, newest, hides, scores)
+                warpgroup.wait_group(0)
+                v_full.release()
+                primitives.narrow(scores, c.p)
+                store(variant, x, c, before, before_index, finished)
+                c.out.fill(0.0)
+                release_q(c, q_full)
+                q_full = q_next
+                next_tile = tile_at(variant, x, work.tile.slot + 1)
+        k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
+        v_full = v.wait_and_advance()
+        pingpong_wait(variant, c)
+        fragments.multiply(c.pv, c.out, c.p, c.v[None, None, None, v_full.index], True)
+        pingpong_arrive(variant, c)
+        warpgroup.wait_group(0)
+        v_full.release()
+        store(variant, x, c, work, q_index, c.state)
+        release_q(c, q_full)
+        # The last consumer arrived for the first once more; this wait leaves the barrier at rest.
+        if c.index == 0:
+            pingpong_wait(variant, c)
+
+
+@cute.jit
+def release_q(c: ForwardConsumer, q_full: Any) -> None:
+    """Releases the query tile once the output staged in it has been read."""
+    if c.thread < edges.WARP:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    q_full.release()
+
+
+@cute.jit
+def store(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    q_index: Int32,
+    state: fragment_softmax.RowState,
+) -> None:
+    """Normalises the accumulator and writes 64 rows of out and of lse.
+
+    ``q_index`` is the stage of the consumer's queries, over which out is staged.
+    """
+    span = work.span
+    rows = rows_of_thread(variant, x, c, work)
+    sinks = [sink_of(variant, x, work, rows[0].head)] * fragments.ROWS
+    if const_expr(variant.config.packs_heads):
+        sinks = [sink_of(variant, x, work, row.head) for row in rows]
+    batch = batch_of_part(variant, x, work)
+    factors = cute.make_rmem_tensor((fragments.ROWS,), Float32)
+    out_rows = fragments.by_row(c.out)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        row, maximum, total = rows[r], state.maximum[r], state.total[r]
+        factor, lse = fragment_softmax.finish_row(maximum, total, x.scalars.scale_log2, sinks[r])
+        if const_expr(variant.is_general):
+            if row.position >= span.own_len:
+                factor, lse = Float32(0.0), -Float32.inf
+                # The query may hold anything here, NaN too.
+                for i in cutlass.range_constexpr(cute.size(out_rows, mode=[1])):
+                    out_rows[r, i] = Float32(0.0)
+        factors[r] = factor
+        is_written = row.is_there & (row.position < span.own_slot)
+        if (fragments.first_column(c.thread) == 0) & is_written:
+            x.arrays.lse[span.own_start + row.position, row.head, batch] = lse
+    fragment_softmax.scale_rows(c.out, factors)
+    if const_expr(variant.is_split):
+        store_part(x, c, work, rows, batch)
+    else:
+        store_rounded(variant, x, c, work, q_index, rows)
+
+
+@cute.jit
+def store_part(
+    x: ForwardContext, c: ForwardConsumer, work: Work, rows: list[tiles.RowAt], batch: Int32
+) -> None:
+    """Writes ``rows`` as they are, in float32."""
+    values = fragments.by_row(c.out)
+    first = fragments.first_column(c.thread)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        row = rows[r]
+        if row.is_there & (row.position < work.span.own_slot):
+            gOut = x.arrays.out_rows[work.span.own_start + row.position, None, row.head, batch]
+            for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
+                gOut[first + fragments.column_of(i)] = values[r, i]
+
+
+@cute.jit
+def store_rounded(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    q_index: Int32,
+    rows: list[tiles.RowAt],
+) -> None:
+    """Rounds and writes ``rows``, by TMA where all 64 are the sequence's."""
+    rounded = cute.make_rmem_tensor_like(c.out, variant.dtype)
+    primitives.narrow(c.out, rounded)
+    end_of_rows = work.span.first_row + (c.index + 1) * WGMMA_ROWS
+    if const_expr(variant.is_general):
+        if tiles.is_present(x.scalars.sequences.cu_seqlens.own) & (
+            end_of_rows > work.span.own_slot
+        ):
+            store_rows(x, c, work, rows, rounded)
+        else:
+            store_tile(variant, x, c, work, q_index, rounded)
+    else:
+        store_tile(variant, x, c, work, q_index, rounded)
+
+
+@cute.jit
+def store_rows(
+    x: ForwardContext, c: ForwardConsumer, work: Work, rows: list[tiles.RowAt], rounded: cute.Tensor
+) -> None:
+    """Writes rows one by one, leaving those of the next packed sequence alone."""
+    span, tile = work.span, work.tile
+    gOut = cute.recast_tensor(x.arrays.out_rows[None, None, tile.head, tile.batch], Int32)
+    pairs = fragments.pairs_by_row(rounded)
+    first = fragments.first_column(c.thread) // 2
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        position = rows[r].position
+        if position < span.own_slot:
+            for i in cutlass.range_constexpr(cute.size(pairs, mode=[1])):
+                gOut[span.own_start + position, first + 4 * i] = pairs[r, i]
+
+
+@cute.jit
+def store_tile(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    q_index: Int32,
+    rounded: cute.Tensor,
+) -> None:
+    """Writes 64 rows through shared memory; TMA leaves out those behind the array's last."""
+    barrier = variant.plan.barrier("out0")
+    layout = make_layouts(variant).out
+    sOut = cute.make_tensor(x.smem.q[None, None, q_index].iterator, layout.outer)
+    copy = cute.make_tiled_copy_C(
+        cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), variant.dtype), c.pv
+    ).get_slice(c.thread)
+    # HAZARD: out is staged over the rows of q, which all four warps have multiplied by now.
+    cute.arch.barrier(barrier_id=barrier.index + c.index, number_of_threads=barrier.threads)
+    cute.copy(copy, copy.retile(rounded), copy.partition_D(sOut))
+    # HAZARD: stmatrix writes through the generic proxy, TMA reads through the async one.
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=barrier.index + c.index, number_of_threads=barrier.threads)
+    if c.thread < edges.WARP:
+        rows = x.arrays.out[None, None, work.tile.head, work.tile.batch]
+        rows = cute.domain_offset((work.span.own_start + work.span.first_row, 0), rows)
+        gOut = cute.local_tile(rows, (WGMMA_ROWS, variant.key.value_dim), (None, 0))
+        tile_smem, tiles_gmem = primitives.tma_views(x.tma.out, sOut, gOut)
+        cute.copy(x.tma.out, tile_smem, tiles_gmem[None, c.index])
+        cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,54 @@
+"""Which blocks of a tile need no mask, where more than the band hides keys.
+
+The band says which blocks are "full" (``band.Blocks``); segments leave of these the ones that share
+the tile's only segment. A dense mask hides here and there, as its list of blocks tells.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from jax_fa.kernels import dense_mask, segments, tiles
+from jax_fa.spec.band import Blocks
+
+
+@cute.jit
+def unmasked_blocks(
+    variant: cutlass.Constexpr,
+    scalars: Any,
+    blocks: Blocks,
+    found: cute.Tensor,
+    size: cutlass.Constexpr[int],
+) -> Blocks:
+    """``blocks`` with "full" as band and segments leave it, between ``start`` and ``end``.
+
+    Args:
+        variant: the variant, of a forward or a backward.
+        scalars: its run-time values, with segments.
+        blocks: those of the band; ``start`` and ``end`` may have been narrowed since.
+        found: what the scan of ``segments.py`` found.
+        size: elements of a block.
+    """
+    start, full_start, full_end, end = blocks
+    if const_expr(variant.is_general):
+        if tiles.is_present(scalars.q_segments):
+            alike = segments.alike(found, size)
+            full_start = cutlass.max(full_start, alike.start)
+            full_end = cutlass.min(full_end, alike.end)
+    full_start = cutlass.min(cutlass.max(full_start, start), end)
+    full_end = cutlass.min(cutlass.max(full_end, full_start), end)
+    return Blocks(start, full_start, full_end, end)
+
+
+@cute.jit
+def hides_pairs(
+    variant: cutlass.Constexpr, scalars: Any, blocks: Blocks, found: cute.Tensor, block: Int32
+) -> Boolean:
+    """Whether a block has to be masked; ``blocks`` are those of ``unmasked_blocks``."""
+    hides = (block >= blocks.full_end) | (block < blocks.full_start)
+    if const_expr(variant.is_general):
+        if dense_mask.is_present(scalars.mask):
+            hides = hides | dense_mask.hides(found, block)
+    return hides

@@ -1,0 +1,188 @@
+"""Attention over sequences that several devices share, for use inside ``jax.shard_map``.
+
+Each device holds T tokens of the query and S of key and value: its part of a sequence, in token
+order over ``context_axis`` or in a ``layout``. ``docs/parallel.md`` shows who holds what at each
+step, what it costs, and when to use which strategy.
+
+Sources: Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889 (ring); Jacobs
+et al., "DeepSpeed Ulysses", arXiv:2309.14509 (all-to-all); Llama Team, "The Llama 3 Herd of
+Models", arXiv:2407.21783, section 3.3.2 (all-gather, and pairs of chunks that balance a causal
+mask).
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import jax
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_fa import api
+from jax_fa.runtime import arguments, strategies
+from jax_fa.runtime.arguments import Given, Keywords, Options, PackingKeywords, Share
+from jax_fa.runtime.context import Axis
+from jax_fa.runtime.layouts import Layout
+from jax_fa.runtime.strategies import How, Positions, Strategy
+from jax_fa.runtime.vjp import Result
+
+
+def attention(  # noqa: PLR0913 (as jax_fa.attention_varlen)
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    context_axis: Axis = "context",
+    strategy: Strategy | tuple[Strategy, ...] = "auto",
+    layout: Layout = "contiguous",
+    positions: Positions = None,
+    **options: Unpack[Keywords],
+) -> Array:
+    """``jax_fa.attention`` over sequences that the devices along ``context_axis`` share.
+
+    Call it inside ``jax.shard_map`` (or ``jax.pmap``). Results and gradients are those of whole
+    sequences. Other axes may split batch and heads. An axis that splits the query's heads has to
+    split those of key and value too, if there is more than one: beside whole ones a device would
+    pair the wrong heads, which its shapes cannot tell (``docs/parallel.md`` has ways around it).
+
+    Args:
+        query: [B, T, N, D] or [T, N, D]: this device's tokens.
+        key: [B, S, K, D] or [S, K, D], likewise. S may differ from T.
+        value: [B, S, K, Dv] or [S, K, Dv].
+        bias: as of ``jax_fa.attention``, with the rows of this device and all keys: broadcastable
+            to [B, N, T, S * devices]. All-gather alone serves it, as it does the mask.
+        mask: bool, likewise.
+        context_axis: name of the mesh axis that splits the sequences, or names of several, major
+            to minor.
+        strategy: "all_gather" brings all keys to every device, those within reach where a window
+            ends; "all_to_all" exchanges heads for tokens, which K has to allow; "ring" passes keys
+            by and holds nothing of length S * devices. "auto" follows the rule of
+            ``docs/parallel.md``. One for each of several axes makes levels:
+            ("ring", "all_to_all") passes keys along the first and exchanges heads over the second.
+        layout: which tokens this device, i of n, holds of a sequence, of query, key, value and
+            segment ids alike: "contiguous", the i-th part; "zigzag", chunks i and 2n - 1 - i of 2n;
+            "striped", tokens i, i + n, i + 2n, ... What counts tokens (lengths, borders, offsets,
+            windows) counts them in the order of the sequence, whatever the layout. Zigzag tokens
+            stay where they are, striped ones are exchanged for contiguous ones where heads are
+            not.
+        positions: for tokens in any other order, int32 [B, T]: the place in its sequence of each
+            token here, split as the tokens are; a pair of those of queries and keys ([B, S]) where
+            they differ. Over all devices they are 0, 1, 2, ..., each once a sequence; that of a
+            packed row counts through the row. All-to-all alone serves them ("auto" takes it), and
+            N has to be divisible by the devices. What is no such numbering, and known only when
+            the program runs, counts as its ranks do: smaller before larger, equal ones as devices
+            hold them.
+        **options: keywords of ``jax_fa.attention`` but for ``return_residual`` and
+            ``implementation="cudnn"``. Segment ids are those of this device's tokens. Lengths
+            [B] are of whole sequences, ``query_offset`` is of their row 0, ``bottom_right`` aligns
+            their ends; sinks [N] are those of the heads here.
+
+    Returns:
+        [B, T, N, Dv] (or [T, N, Dv]) in the dtype of query: this device's rows.
+
+    Raises:
+        ValueError: as ``jax_fa.attention``; the axis is unknown here; an axis does not divide the
+            key/value heads that all-to-all splits over it.
+        TypeError: as ``jax_fa.attention``.
+        NotImplementedError: as ``jax_fa.attention``; a strategy does not serve what was asked.
+    """
+    given: Options = {"bias": bias, "mask": mask, **options}
+    return _dense((query, key, value), given, How(context_axis, strategy, layout, positions))[0]
+
+
+def attention_with_lse(  # noqa: PLR0913 (as jax_fa.attention_varlen)
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    context_axis: Axis = "context",
+    strategy: Strategy | tuple[Strategy, ...] = "auto",
+    layout: Layout = "contiguous",
+    positions: Positions = None,
+    **options: Unpack[Keywords],
+) -> tuple[Array, Array]:
+    """As ``attention``, returning also the log-sum-exp: float32 [B, T, N], with gradient.
+
+    Args:
+        query: as of ``attention``, as is all that follows.
+        key: this device's tokens.
+        value: this device's tokens.
+        bias: rows of this device, all keys.
+        mask: likewise.
+        context_axis: the axis that splits the sequences.
+        strategy: how.
+        layout: which tokens this device holds.
+        positions: those of its tokens, in no layout.
+        **options: keywords of ``attention``.
+    """
+    given: Options = {"bias": bias, "mask": mask, **options}
+    return _dense((query, key, value), given, How(context_axis, strategy, layout, positions))
+
+
+def attention_varlen(  # noqa: PLR0913 (as jax_fa.attention_varlen)
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    *,
+    context_axis: Axis = "context",
+    strategy: Strategy | tuple[Strategy, ...] = "auto",
+    layout: Layout = "contiguous",
+    positions: Positions = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: ArrayLike | None = None,
+    seqused_k: ArrayLike | None = None,
+    **options: Unpack[Options],
+) -> Array:
+    """``jax_fa.attention_varlen`` over a row of tokens that several devices share.
+
+    Args:
+        query: [tokens, N, D]: this device's part of the row.
+        key: [tokens, K, D].
+        value: [tokens, K, Dv].
+        cu_seqlens_q: int32 [M + 1], borders within the whole row, the same on every device. A
+            sequence may lie on several.
+        cu_seqlens_k: int32 [M + 1], likewise.
+        context_axis: as of ``attention``.
+        strategy: as of ``attention``.
+        layout: as of ``attention``, of the whole row of tokens.
+        positions: int32 [tokens], or a pair: as of ``attention``, in the whole row of tokens.
+        max_seqlen_q: as of ``jax_fa.attention_varlen``, as is all that follows.
+        max_seqlen_k: not needed.
+        seqused_q: int32 [M].
+        seqused_k: int32 [M].
+        **options: segment ids are those of this device's tokens.
+
+    Returns:
+        [tokens, N, Dv] in the dtype of query: this device's rows.
+    """
+    packing: PackingKeywords = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+    }
+    call = arguments.packed((query, key, value), packing, options, _share(context_axis))
+    return strategies.run(api.without_cudnn(call), How(context_axis, strategy, layout, positions))[
+        0
+    ][0]
+
+
+def _dense(qkv: Given, options: Options, how: How) -> Result:
+    call = arguments.dense(qkv, options, _share(how.axis))
+    out, lse = strategies.run(api.without_cudnn(call), how)
+    return call.as_given(out), call.as_given(lse)
+
+
+def _share(axis: Axis) -> Share:
+    """This device's part of sequences that lie along ``axis``."""
+    size = strategies.size_of(axis)
+    return Share(size, jax.lax.axis_index(axis) if size > 1 else 0)

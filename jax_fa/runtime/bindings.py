@@ -1,0 +1,225 @@
+"""The compiled extension seen from JAX: target names, operand order, attributes.
+
+The only user of ``jax.ffi``. ``schema.py`` lists what is handed over, ``ffi/arguments.cc`` takes
+it; ``EXTENSION_VERSION`` and a test hold the two together. Target names carry a version and
+attributes are only ever added, so that exported programs keep running.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_fa import _jax_fa
+from jax_fa.runtime import head_sizes
+from jax_fa.runtime.dispatch import Emulation, Forced, Kernel, Target, gpu_kernel
+from jax_fa.spec import schema, scratch
+from jax_fa.spec.arch import Operation, arch_named, capability_number
+from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
+
+FORWARD_TARGET = "jax_fa_fwd_v1"
+BACKWARD_TARGET = "jax_fa_bwd_v1"
+PARTITIONED_TARGET = "jax_fa_partitioned_v1"
+"""A call that XLA splits over devices (``partitioning``); it never runs itself."""
+
+EXTENSION_VERSION = 2
+
+_KINDS = {"float32": np.float32, "int32": np.int32, "bool": np.bool_, "string": str}
+
+
+def register() -> None:
+    """Registers every handler of the extension with XLA; called once, on import of ``jax_fa``.
+
+    Raises:
+        ImportError: the extension on disk belongs to another version of this package.
+    """
+    if _jax_fa.version() != EXTENSION_VERSION:
+        raise ImportError(
+            f"jax_fa: the compiled extension has version {_jax_fa.version()}, this package needs "
+            f"version {EXTENSION_VERSION}. Reinstall jax_fa so that both come from one build."
+        )
+    for platform, targets in _jax_fa.registrations().items():
+        for name, handler in targets.items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The ``disabled_checks`` that ``jax.export.export`` needs to export attention.
+
+    JAX refuses to export custom calls whose stability it does not know. The targets of jax_fa are
+    versioned and their attributes only grow, so an exported program runs wherever ``jax_fa`` has
+    been imported::
+
+        exported = jax.export.export(step, disabled_checks=jax_fa.export_disabled_checks())(x)
+        path.write_bytes(exported.serialize())
+
+        import jax_fa  # where the program runs: nothing else tells XLA of the kernels
+        step = jax.export.deserialize(bytearray(path.read_bytes()))
+        y = step.call(x)
+
+    Without that import the call ends in ``No FFI handler registered for jax_fa_fwd_v1`` (or
+    ``jax_fa_bwd_v1``).
+    """
+    return [
+        jax.export.DisabledSafetyCheck.custom_call(name)
+        for name in (FORWARD_TARGET, BACKWARD_TARGET, PARTITIONED_TARGET)
+    ]
+
+
+def compiled() -> frozenset[str]:
+    """Names of the GPU variants that this build holds."""
+    return frozenset(_jax_fa.variants())
+
+
+def target(platform: str, forced: Forced = None) -> Target:
+    """The target of a computation for ``platform``: kernels of this build, GPUs at hand."""
+    if isinstance(forced, Emulation):
+        return Target(platform, compiled(), arch_named(forced.arch).capabilities[:1])
+    if platform != "cuda":
+        return Target(platform)
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        devices = []
+    capabilities = {str(device.compute_capability) for device in devices}
+    return Target(platform, compiled(), tuple(sorted(capabilities)))
+
+
+def kernel(operation: Operation, platform: str, operands: Operands, semantics: Semantics) -> Kernel:
+    """The compiled kernel of ``platform`` for arrays as one device launches it."""
+    if platform != "cuda":
+        return Kernel()
+    return gpu_kernel(Problem.of(operands, semantics), target(platform), operation)
+
+
+class Saved(NamedTuple):
+    """Inputs of the backward beside the operands: forward results and their cotangents."""
+
+    out: Array  # [B, T, N, Dv]
+    lse: Array  # [B, T, N]
+    dout: Array  # [B, T, N, Dv]
+    dlse: Array  # [B, T, N]
+
+
+def _inputs(operation: Operation, operands: Operands, saved: Saved | None) -> list[Array]:
+    """What an operation reads, in call order; an absent array is one without elements."""
+    given = operands._asdict() | (saved._asdict() if saved else {})
+    arrays = [(x, given[x.name]) for x in schema.OPERATIONS[operation].operands]
+    return [jnp.zeros((0,), x.dtype) if value is None else value for x, value in arrays]
+
+
+def _attributes(semantics: Semantics, stem: str = "") -> dict[str, Any]:
+    values = {x.name: _KINDS[x.kind](x.of(semantics)) for x in schema.ATTRIBUTES if x.of}
+    return {**values, "kernel": stem}
+
+
+Struct = jax.ShapeDtypeStruct
+
+
+def results(operation: Operation, problem: Problem) -> dict[str, Struct]:
+    """The results of an operation, by name in call order; absent gradients have shape [0]."""
+    extents = schema.extents(problem)
+    absent = () if problem.has_sinks else ("dsinks",)
+    return {
+        array.name: Struct(
+            (0,) if array.name in absent else array.shape(extents),
+            np.dtype(problem.dtype if array.dtype == "element" else array.dtype),
+        )
+        for array in schema.OPERATIONS[operation].results
+    }
+
+
+def scratch_of(operation: Operation, problem: Problem, num_splits: int) -> dict[str, Struct]:
+    """Further results of a call on a GPU, which its kernels use as memory, by name."""
+    shapes = scratch.shapes(operation, problem, num_splits)
+    return {name: Struct(shape, np.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
+
+
+def _call(
+    kernel: Kernel, operands: Operands, semantics: Semantics, saved: Saved | None = None
+) -> tuple[Array, ...]:
+    """The results of one custom call; kernels of a GPU are given scratch, too."""
+    operation: Operation = "fwd" if saved is None else "bwd"
+    own = (operands.q.shape[-1], operands.v.shape[-1])
+    heads = own if kernel.heads is None else kernel.heads
+    present = {name: getattr(operands, name) for name in operands.present}
+    operands = Operands(**head_sizes.padded(operation, present, heads))
+    if saved is not None:
+        saved = Saved(**head_sizes.padded(operation, saved._asdict(), heads))
+    problem = Problem.of(operands, semantics)
+    given = results(operation, problem)
+    memory = scratch_of(operation, problem, kernel.num_splits) if kernel.stem else {}
+    name = FORWARD_TARGET if operation == "fwd" else BACKWARD_TARGET
+    call = jax.ffi.ffi_call(name, (*given.values(), *memory.values()))
+    inputs = _inputs(operation, operands, saved)
+    written = call(*inputs, **_attributes(semantics, kernel.stem))
+    return head_sizes.cut(dict(zip(given, written, strict=False)), own)
+
+
+def forward(kernel: Kernel, operands: Operands, semantics: Semantics) -> tuple[Array, Array]:
+    """Calls a forward kernel: out [B, T, N, Dv], lse float32 [B, T, N]."""
+    out, lse = _call(kernel, operands, semantics)
+    return out, lse
+
+
+def backward(kernel: Kernel, operands: Operands, semantics: Semantics, saved: Saved) -> Gradients:
+    """Calls the kernels of a backward."""
+    dq, dk, dv, dsinks = _call(kernel, operands, semantics, saved)
+    return Gradients(dq, dk, dv, None if operands.sinks is None else dsinks)
+
+
+# ---------------------------------------------------------------------------- without a GPU
+
+
+def record(
+    operation: Operation, problem: Problem, emulation: Emulation, fields: dict[str, int | str]
+) -> dict[str, Any]:
+    """The launches that one call would make on a GPU: see ``ffi/record.h``.
+
+    Args:
+        operation: forward or backward.
+        problem: what is asked.
+        emulation: architecture and multiprocessors of that GPU.
+        fields: the address of every array of the call, by its name in ``schema.py``; ``kernel``,
+            the stem of a compiled variant; and of a forward ``num_splits``.
+    """
+    shape = {name: getattr(problem, name) for name in ("dtype", *(x.name for x in schema.EXTENTS))}
+    attributes = {x.name: x.of(problem.semantics) for x in schema.ATTRIBUTES if x.of}
+    capability = capability_number(arch_named(emulation.arch).capabilities[0])
+    call = {**shape, **attributes, **fields}
+    return _jax_fa.record(operation, capability, call, emulation.num_sms)
+
+
+def _ptx_folder() -> Path:
+    return Path(_jax_fa.__file__).parent / "ptx"
+
+
+def has_ptx() -> bool:
+    """True if the PTX of the compiled kernels is installed, which a build may leave out."""
+    return _ptx_folder().is_dir()
+
+
+@lru_cache(maxsize=16)
+def ptx(variant: str, sha256: str) -> str:
+    """The PTX that the object of a compiled variant was assembled from.
+
+    Raises:
+        NotImplementedError: it is not installed, or belongs to another build.
+    """
+    path = _ptx_folder() / f"{variant}.ptx.xz"
+    text = lzma.decompress(path.read_bytes()) if path.exists() else None
+    if text is None or hashlib.sha256(text).hexdigest() != sha256:
+        raise NotImplementedError(
+            f"attention: {path} {'is not there' if text is None else 'is of another build'}, but "
+            f"the emulator runs the PTX of the compiled kernels. Reinstall jax_fa, which puts "
+            f"extension and PTX there together."
+        )
+    return text.decode()

@@ -1,0 +1,117 @@
+"""Dense masks as kernels read them: packed words, and a map of blocks that need no look at words.
+
+A boolean mask [B|1, N|1, T|1, S|1] becomes int32 words [B|1, N|1, T|1, W|1] of 32 keys each, an
+eighth of its size; a dimension along which it is broadcast stays 1. The map has a bit for each
+block of 16 rows and 16 keys in two planes: whether any pair of the block is visible, and whether
+all are. By it kernels skip what is hidden, and do not mask what is not.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_fa.spec.band import ceil_div
+from jax_fa.spec.division import MAP_CELL, WORD_KEYS
+from jax_fa.spec.problem import Operands
+
+
+def with_words(operands: Operands, words: Array | None) -> Operands:
+    """The operands with a mask in words, and its map."""
+    if words is None:
+        return operands
+    return operands._replace(mask_words=words, mask_map=block_map(words, operands.k.shape[1]))
+
+
+def packed(mask: Array) -> Array:
+    """int32 words [..., W] of a boolean mask [..., S]; of one [..., 1] a word that says it all.
+
+    Bits beyond key S are 0.
+    """
+    if mask.shape[-1] == 1:
+        return packed_by_sum(mask)
+    bits = _split(mask, WORD_KEYS, pad=False)
+    # A sum of 32 slices, not of a dimension: a GPU then reads a mask at the speed of its memory (on
+    # an H200, 16384 x 16384: 102 us, 208 the other way).
+    words = bits[..., 0].astype(jnp.int32)
+    for i in range(1, WORD_KEYS):
+        words |= bits[..., i].astype(jnp.int32) << i
+    return words
+
+
+def packed_by_sum(mask: Array) -> Array:
+    """As ``packed``, for a mask that is computed on the way: nothing is computed 32 times."""
+    if mask.shape[-1] == 1:
+        return jnp.where(mask, jnp.int32(-1), jnp.int32(0))
+    return _words(_split(mask, WORD_KEYS, pad=False))
+
+
+def block_map(words: Array, kv_len: int) -> Array:
+    """int32 [B|1, N|1, 2, stripes, words]: which 16 x 16 blocks show some pair, and which all.
+
+    Args:
+        words: of a mask, [B|1, N|1, T|1, W|1].
+        kv_len: S. What lies beyond the last row or key hides nothing, and shows nothing.
+    """
+    width = words.shape[3]
+    says_all = width * WORD_KEYS < kv_len
+    every = words
+    if not says_all:
+        keys = np.arange(width * WORD_KEYS).reshape(width, WORD_KEYS)
+        beyond = np.sum((keys >= kv_len) * (1 << np.arange(WORD_KEYS)), axis=1)
+        every = words | beyond.astype(np.uint32).astype(np.int32).reshape(1, 1, 1, width)
+    planes = []
+    for x, join, neutral, shown in (
+        (words, jax.lax.bitwise_or, 0, lambda half: half != 0),
+        (every, jax.lax.bitwise_and, -1, lambda half: half == _ALL_KEYS),
+    ):
+        stripes = _split(jnp.swapaxes(x, 2, 3), MAP_CELL, pad=neutral)
+        # [B|1, N|1, W|1, stripes] -> [B|1, N|1, stripes, W|1]
+        joined = jnp.swapaxes(jax.lax.reduce(stripes, jnp.int32(neutral), join, (4,)), 2, 3)
+        halves = (joined[..., None] >> (_counted(5, WORD_KEYS // MAP_CELL) * MAP_CELL)) & _ALL_KEYS
+        cells = shown(halves).reshape(*joined.shape[:3], -1)
+        if says_all:
+            cells = jnp.broadcast_to(cells[..., :1], (*cells.shape[:3], WORD_KEYS))
+        planes.append(_words(_split(cells, WORD_KEYS, pad=neutral != 0)))
+    return jnp.stack(planes, axis=2)
+
+
+def unpacked(words: Array, kv_len: int) -> Array:
+    """The boolean mask [B|1, N|1, T|1, S|1] of which ``words`` are made."""
+    bits = (words[..., None] >> _counted(words.ndim + 1, WORD_KEYS)) & 1
+    pairs = bits.reshape(*words.shape[:-1], words.shape[-1] * WORD_KEYS) != 0
+    return pairs[..., : kv_len if pairs.shape[-1] >= kv_len else 1]
+
+
+def rows(operands: Operands, start: Array | int, count: int) -> Operands:
+    """Operands whose mask is that of ``count`` rows from ``start`` on; without its map."""
+    words = operands.mask_words
+    if words is None:
+        return operands
+    if words.shape[2] > 1:
+        words = jax.lax.dynamic_slice_in_dim(words, start, count, 2)
+    return operands._replace(mask_words=words, mask_map=None)
+
+
+_ALL_KEYS = (1 << MAP_CELL) - 1
+
+
+def _counted(rank: int, count: int) -> Array:
+    """int32 0, 1, ... along the last of ``rank`` dimensions; promotes no rank."""
+    return jnp.arange(count, dtype=jnp.int32).reshape((1,) * (rank - 1) + (count,))
+
+
+def _split(x: Array, size: int, *, pad: int) -> Array:
+    """[..., n] -> [..., ceil(n / size), size], filled up with ``pad``."""
+    missing = -x.shape[-1] % size
+    widths = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
+    filled = jnp.pad(x, widths, constant_values=pad) if missing else x
+    return filled.reshape(*x.shape[:-1], ceil_div(x.shape[-1], size), size)
+
+
+def _words(bits: Array) -> Array:
+    """Bool [..., 32] -> int32 [...]."""
+    values = 1 << _counted(bits.ndim, WORD_KEYS)
+    return jnp.sum(jnp.where(bits, values, 0), axis=-1, dtype=jnp.int32)

@@ -1,0 +1,96 @@
+"""Parts of an attention problem: some of its rows against some of its keys, a problem of its own.
+
+Rows that begin further down stand further down the diagonal, and keys that begin further on move it
+back. So the arithmetic of a part is that of any problem, whose ``q_offset`` holds the whole
+diagonal: blocks of rows (``blockwise``) and devices that share a sequence (``parallel``) are parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jax_fa.runtime import reference
+from jax_fa.runtime.sequences import offsets
+from jax_fa.spec import schema
+from jax_fa.spec.problem import Operands, Semantics
+
+
+class Side(NamedTuple):
+    """The places of sequences among all rows, or all keys.
+
+    Attributes:
+        borders: int32 [M + 1] of packed sequences, None if each is a row of the batch.
+        used: int32 [M], used tokens of each sequence, None if all are.
+    """
+
+    borders: Array | None
+    used: Array | None
+
+    def part(self, first: Any, count: Any) -> tuple[Side, Any]:
+        """Of the tokens ``first .. first + count - 1``; and what of each sequence lies before."""
+        if self.borders is None:
+            return Side(None, None if self.used is None else self.used - first), first
+        skipped = jnp.maximum(first - self.borders[:-1], 0)
+        borders = jnp.clip(self.borders - first, 0, count)
+        return Side(borders, None if self.used is None else self.used - skipped), skipped
+
+
+class Whole(NamedTuple):
+    """The places of a problem's sequences, however it is cut into parts.
+
+    Attributes:
+        rows: the query's side.
+        keys: the side of key and value.
+        diagonal: int32 [M], key position of row 0 of each sequence; None if none matters.
+    """
+
+    rows: Side
+    keys: Side
+    diagonal: Array | None
+
+    @classmethod
+    def of(cls, operands: Operands, semantics: Semantics, extents: tuple[Any, Any]) -> Whole:
+        """Of ``extents`` = (T, S) tokens; arrays of ``operands`` may hold only some of them."""
+        lengths = reference.lengths(operands, extents)
+        return cls(
+            Side(operands.cu_seqlens_q, None if operands.q_lengths is None else lengths[0]),
+            Side(operands.cu_seqlens_k, None if operands.kv_lengths is None else lengths[1]),
+            reference.diagonals(operands, semantics, lengths)
+            if not semantics.band.is_full
+            else None,
+        )
+
+    def part(self, own: Operands, first_row: Any = 0, first_key: Any = 0) -> Operands:
+        """The problem of the rows and keys that ``own`` holds; its meaning is ``meaning``'s.
+
+        Args:
+            own: what the part has for each of its tokens; sinks for rows whose softmax holds them.
+            first_row: number of its first row among all rows.
+            first_key: number of its first key among all keys.
+        """
+        rows, rows_before = self.rows.part(first_row, own.q.shape[1])
+        keys, keys_before = self.keys.part(first_key, own.k.shape[1])
+        offset = None
+        if self.diagonal is not None:
+            offset = offsets(self.diagonal + rows_before - keys_before)
+        return own._replace(
+            q_lengths=rows.used,
+            kv_lengths=keys.used,
+            cu_seqlens_q=rows.borders,
+            cu_seqlens_k=keys.borders,
+            q_offset=offset,
+        )
+
+
+def per_token(operands: Operands, side: Literal["T", "S"]) -> dict[str, Array]:
+    """The operands that have a row for each query (T) or key (S), in dimension 1, by name."""
+    return {x: getattr(operands, x) for x in operands.present if schema.BY_NAME[x].side == side}
+
+
+def meaning(semantics: Semantics) -> Semantics:
+    """Semantics of every part: the diagonal begins where ``q_offset`` says."""
+    return replace(semantics, band=replace(semantics.band, alignment="top_left"))

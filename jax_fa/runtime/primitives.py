@@ -1,0 +1,362 @@
+"""The two operations, forward and backward, as JAX primitives.
+
+A primitive is what lets one traced program take the right path on every platform it is lowered for
+(``choice.choose``), fold ``vmap`` into the batch, and refuse the derivatives that do not exist.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import PartitionSpec
+
+from jax_fa.runtime import bindings, blockwise, emulation, sharding
+from jax_fa.runtime.dispatch import Emulation, Forced, choose
+from jax_fa.runtime.partitioning import Call
+from jax_fa.runtime.reference import wide
+from jax_fa.runtime.sequences import in_one_row, with_slot_in_front
+from jax_fa.spec import schema
+from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
+
+
+class FallbackWarning(UserWarning):
+    """A problem runs unfused for want of a kernel."""
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _split(names: tuple[str, ...], arrays: Sequence[Any]) -> tuple[Operands, list[Any]]:
+    """Flat arrays of a primitive -> operands, and what follows them (backward only)."""
+    values = dict(zip(names, arrays, strict=False))
+    return Operands(**values), list(arrays[len(names) :])
+
+
+def _flat(operands: Operands | Gradients) -> list[Any]:
+    return [array for array in operands if array is not None]
+
+
+# ----------------------------------------------------------------------------- public operations
+
+
+def forward(
+    operands: Operands, semantics: Semantics, implementation: Forced = None
+) -> tuple[Array, Array]:
+    """Output [B, T, N, Dv] and lse float32 [B, T, N]; without a gradient rule (see ``vjp``)."""
+    out, lse = forward_p.bind(
+        *aligned(_flat(operands)),
+        names=operands.present,
+        semantics=semantics,
+        implementation=implementation,
+    )
+    return out, lse
+
+
+def backward(
+    operands: Operands,
+    semantics: Semantics,
+    saved: tuple[Array, Array],
+    cotangents: tuple[Array, Array],
+    implementation: Forced = None,
+) -> Gradients:
+    """Gradients of ``forward``.
+
+    Args:
+        operands: those of the forward.
+        semantics: those of the forward.
+        saved: (out, lse); the LSE may cover more keys than ``operands`` hold (ring attention).
+        cotangents: (dout, dlse).
+        implementation: forced implementation, or None.
+    """
+    grads = backward_p.bind(
+        *aligned([*_flat(operands), *saved, *cotangents]),
+        names=operands.present,
+        semantics=semantics,
+        implementation=implementation,
+    )
+    return Gradients(*grads, *([None] if operands.sinks is None else []))
+
+
+def aligned(arrays: list[Array]) -> list[Array]:
+    """Makes every array vary over the mesh axes that any of them varies over (``shard_map``).
+
+    The gradient of this is the sum over devices that an operand shared by them needs.
+    """
+    varying = [varying_axes(array) for array in arrays]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(union - axes), to="varying") if union - axes else array
+        for array, axes in zip(arrays, varying, strict=True)
+    ]
+
+
+def varying_axes(array: Array) -> frozenset[Any]:
+    """Mesh axes along which devices hold different parts, as ``shard_map`` knows them."""
+    aval = jax.typeof(array)
+    manual = getattr(aval, "manual_axis_type", None)
+    return manual.varying if manual is not None else getattr(aval, "vma", frozenset())
+
+
+# ------------------------------------------------------------------------------- shapes and types
+
+
+def _forward_abstract(*arrays: Any, names: tuple[str, ...], **params: Any) -> list[Any]:
+    operands, _rest = _split(names, arrays)
+    query = operands.q
+    batch, q_len, heads, _ = query.shape
+    lse_dtype = wide(query.dtype)
+    shapes = {"out": (batch, q_len, heads, operands.v.shape[3]), "lse": (batch, q_len, heads)}
+    operation = Call("fwd", "", names, params["semantics"]).names
+    return [
+        query.update(
+            shape=shape,
+            dtype=lse_dtype if name == "lse" else query.dtype,
+            weak_type=False,
+            sharding=query.sharding.update(
+                spec=sharding.result_spec(operation, name, query.sharding.spec)
+            ),
+        )
+        for name, shape in shapes.items()
+    ]
+
+
+def _backward_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
+    operands, _rest = _split(names, arrays)
+    sources = (operands.q, operands.k, operands.v, operands.sinks)
+    return [x.update(weak_type=False) for x in sources if x is not None]
+
+
+# --------------------------------------------------------------------------------------- lowering
+
+
+def _warn_once(problem: Problem, platform: str, reason: str) -> None:
+    key = (platform, reason)
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(
+            f"attention: {reason.removesuffix('.')}. Running the unfused path, which computes the "
+            f"{problem.q_len} x {problem.kv_len} scores in blocks of rows. jax_fa.explain(...) "
+            f"tells what runs where; implementation='xla' asks for this path without the warning.",
+            FallbackWarning,
+            stacklevel=2,
+        )
+
+
+def _forward_on(
+    platform: str, *arrays: Array, names: tuple[str, ...], **params: Any
+) -> Sequence[Array]:
+    semantics: Semantics = params["semantics"]
+    operands, _ = _split(names, arrays)
+    problem = Problem.of(operands, semantics)
+    forced: Forced = params["implementation"]
+    choice = choose(problem, bindings.target(platform, forced), forced)
+    if choice.implementation == "xla":
+        if choice.is_fallback:
+            _warn_once(problem, platform, choice.reason)
+        return blockwise.forward(operands, semantics)
+
+    if choice.implementation != "cpu" and operands.is_packed:
+        operands = with_slot_in_front(operands)
+    if isinstance(forced, Emulation):
+        return emulation.forward(forced, choice.chosen, operands, semantics)
+    call = Call.on("fwd", platform, operands, semantics, choice.chosen)
+    return call.bind(*_flat(operands))
+
+
+def _backward_on(
+    platform: str, *arrays: Array, names: tuple[str, ...], **params: Any
+) -> Sequence[Array]:
+    semantics: Semantics = params["semantics"]
+    operands, (out, lse, dout, dlse) = _split(names, arrays)
+    problem = Problem.of(operands, semantics)
+    forced: Forced = params["implementation"]
+    choice = choose(problem, bindings.target(platform, forced), forced, "bwd")
+    if choice.implementation == "xla":
+        if choice.is_fallback:
+            _warn_once(problem, platform, f"in the gradient, {choice.reason}")
+        return _flat(blockwise.backward(operands, semantics, out, lse, dout, dlse))
+
+    has_slot_in_front = choice.implementation != "cpu" and operands.is_packed
+    if has_slot_in_front:
+        operands = with_slot_in_front(operands)
+    grads: Sequence[Array]
+    if isinstance(forced, Emulation):
+        saved = bindings.Saved(out, lse, dout, dlse)
+        grads = _flat(emulation.backward(forced, choice.chosen, operands, semantics, saved))
+    else:
+        call = Call.on("bwd", platform, operands, semantics, choice.chosen)
+        grads = call.bind(*_flat(operands), out, lse, dout, dlse)
+    if has_slot_in_front and operands.sinks is not None:
+        return *grads[:3], grads[3][1:]
+    return grads
+
+
+# --------------------------------------------------------------------------------------- batching
+
+
+def _to_front(array: Array, dim: int | None, size: int) -> Array:
+    if dim is None:
+        return jnp.broadcast_to(array[None], (size, *array.shape))
+    return jnp.moveaxis(array, dim, 0)
+
+
+class _Fold(NamedTuple):
+    """How the vmapped dimension of every array joins its batch (packed: its tokens or slots).
+
+    Attributes:
+        size: extent of the vmapped dimension.
+        is_inner: it varies faster than the dimension that it joins.
+    """
+
+    size: int
+    is_inner: bool
+
+    def join(self, array: Array, axis: int) -> Array:
+        """Merges the leading vmapped dimension into dimension ``axis`` of the unbatched array."""
+        moved = jnp.moveaxis(array, 0, axis + self.is_inner)
+        shape = moved.shape
+        return moved.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+    def part(self, array: Array, axis: int, extent: int) -> Array:
+        """Inverse of ``join``, given the extent that dimension ``axis`` had."""
+        pair = (extent, self.size) if self.is_inner else (self.size, extent)
+        split = array.reshape(*array.shape[:axis], *pair, *array.shape[axis + 1 :])
+        return jnp.moveaxis(split, axis + self.is_inner, 0)
+
+
+def _spec(array: Array) -> PartitionSpec:
+    return jax.typeof(array).sharding.spec
+
+
+def _resharded(array: Array, spec: PartitionSpec) -> Array:
+    return array if _spec(array) == spec else jax.sharding.reshard(array, spec)
+
+
+def _sharded_alike(stacked: list[Array], is_packed: bool) -> list[Array]:
+    """Stacked arrays whose two dimensions that become one are sharded alike in all of them.
+
+    Only explicit sharding shows here. Packed rows do not shard by token, so their vmapped dimension
+    becomes whole.
+    """
+    joined = (None,) if is_packed else (_vmapped_axes(stacked), _spec(stacked[0])[1])
+    return [_resharded(x, PartitionSpec(*joined, *_spec(x)[len(joined) :])) for x in stacked]
+
+
+def _vmapped_axes(stacked: list[Array]) -> Any:
+    """Mesh axes that the vmapped dimension is sharded over."""
+    return next((_spec(x)[0] for x in stacked if _spec(x)[0] is not None), None)
+
+
+def _fold_operands(stacked: Operands, fold: _Fold) -> Operands:
+    """Operands with a leading vmapped dimension -> operands of one larger problem."""
+    token_axis = 1 if stacked.is_packed else 0
+    folded = {
+        name: fold.join(array, token_axis if schema.BY_NAME[name].is_per_token else 0)
+        for name, array in stacked._asdict().items()
+        if array is not None and not name.startswith("cu_seqlens")
+    }
+    if stacked.is_packed:
+        for side, tokens in (("q", stacked.q), ("kv", stacked.k)):
+            borders = stacked.cu_seqlens_q if side == "q" else stacked.cu_seqlens_k
+            lengths = stacked.q_lengths if side == "q" else stacked.kv_lengths
+            border_name = "cu_seqlens_q" if side == "q" else "cu_seqlens_k"
+            folded[border_name], folded[f"{side}_lengths"] = in_one_row(
+                borders, lengths, tokens.shape[2]
+            )
+    return Operands(**folded)
+
+
+_OF_MASK = ("mask_words", "mask_map")
+
+
+def _fold_mask(array: Array, dim: int | None, like: Array, fold: _Fold) -> Array:
+    """A mask's array for the larger problem, whose stacked queries are ``like`` [V, B, ...].
+
+    One that is the same for all sequences stays so.
+    """
+    if dim is None and array.shape[0] == 1:
+        return array
+    stacked = _to_front(array, dim, fold.size)
+    stacked = jnp.broadcast_to(stacked, (fold.size, like.shape[1], *stacked.shape[2:]))
+    spec = PartitionSpec(*_spec(like)[:2], *_spec(stacked)[2:])
+    return fold.join(_resharded(stacked, spec), 0)
+
+
+def _batch(
+    bind: Any,
+    arrays: Sequence[Array],
+    dims: Sequence[int | None],
+    names: tuple[str, ...],
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
+    of_mask = {x: (arrays[i], dims[i]) for i, x in enumerate(names) if x in _OF_MASK}
+    kept = [i for i in range(len(arrays)) if i >= len(names) or names[i] not in _OF_MASK]
+    arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
+    names = tuple(x for x in names if x not in _OF_MASK)
+    stacked = [_to_front(a, d, size) for a, d in zip(arrays, dims, strict=True)]
+    is_packed = "cu_seqlens_q" in names
+    alike = _sharded_alike(stacked, is_packed)
+    operands, rest = _split(names, alike)
+    # Dimensions merge without moving data where only the outer one is sharded.
+    vmapped, batch, *_ = _spec(operands.q)
+    fold = _Fold(size, is_inner=vmapped is None and batch is not None)
+    token_axis = 1 if is_packed else 0
+    folded = _fold_operands(operands, fold)._replace(
+        **{x: _fold_mask(*given, operands.q, fold) for x, given in of_mask.items()}
+    )
+    results = bind(
+        *_flat(folded), *(fold.join(r, token_axis) for r in rest), names=folded.present, **params
+    )
+    # Results in the place of the operands whose extents and shardings they have.
+    originals, _ = _split(names, stacked)
+    q, k, v, sinks = originals.q, originals.k, originals.v, originals.sinks
+    likes = (q, k, v, sinks) if rest else (q, q)
+    axes = (token_axis, token_axis, token_axis, 0)
+    parted = [
+        fold.part(result, axis, like.shape[1 + axis])
+        for result, axis, like in zip(results, axes, likes, strict=False)
+    ]
+    if rest:  # a gradient has the type of its operand
+        parted = [_resharded(x, _spec(like)) for x, like in zip(parted, likes, strict=False)]
+    else:
+        vmapped = _vmapped_axes(stacked)
+        parted = [_resharded(x, PartitionSpec(vmapped, *_spec(x)[1:])) for x in parted]
+    return parted, [0] * len(parted)
+
+
+# --------------------------------------------------------------------------------- differentiation
+
+
+def no_further_derivative(*_: Any, **__: Any) -> NoReturn:
+    """Derivative rule of everything that has none: says what to use instead."""
+    raise NotImplementedError(
+        "attention: the fused kernels have one derivative, in reverse mode (jax.grad, jax.vjp). "
+        "For forward mode (jax.jvp, jax.jacfwd) and for derivatives of derivatives (jax.hessian) "
+        "use implementation='xla', which differentiates any number of times in any mode."
+    )
+
+
+def _make_primitive(name: str, abstract: Any, on_platform: Any) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    ad.primitive_jvps[primitive] = no_further_derivative
+    batching.primitive_batchers[primitive] = partial(_batch, primitive.bind)
+    for platform in (None, "cpu", "cuda"):
+        rule = mlir.lower_fun(partial(on_platform, platform or "other"), multiple_results=True)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    return primitive
+
+
+forward_p = _make_primitive("jax_fa_forward", _forward_abstract, _forward_on)
+backward_p = _make_primitive("jax_fa_backward", _backward_abstract, _backward_on)

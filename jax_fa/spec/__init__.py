@@ -1,0 +1,1 @@
+"""What is computed and what is compiled, as data: standard library only."""

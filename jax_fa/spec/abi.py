@@ -1,0 +1,86 @@
+"""The flat parameter list of every compiled host entry: the contract between kernels and C++.
+
+A host entry takes run-time values only: pointers to dense row-major arrays, 32-bit extents and
+scalars, the stream. What is compile-time (head sizes, element type, mask class, soft cap, tile
+sizes) is closed over and absent from the list. All entries of one operation share one list, so the
+C++ side fills one array of argument addresses per operation, in this order, whatever the variant;
+a class of masks that has no use for an operand ignores it.
+
+Arrays, extents and attributes are those of ``schema.py``. Absent operands are null pointers. For
+packed sequences ``batch`` is 1, ``q_len`` and ``kv_len`` are totals, and ``num_sequences`` counts
+the sequences; otherwise ``num_sequences == batch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from jax_fa.spec import schema
+from jax_fa.spec.schema import Array, Attribute
+
+Kind = Literal["pointer", "int32", "float32", "stream"]
+
+
+class Param(NamedTuple):
+    """One parameter of a host entry.
+
+    Attributes:
+        name: of an array, an extent or an attribute.
+        kind: C type: ``void*``, ``int32_t``, ``float``, ``cudaStream_t``.
+    """
+
+    name: str
+    kind: Kind
+
+
+def _pointers(arrays: Iterable[Array]) -> tuple[Param, ...]:
+    return tuple(Param(array.name, "pointer") for array in arrays)
+
+
+def _scalars(attributes: Iterable[Attribute]) -> tuple[Param, ...]:
+    """Attributes that are known at run time only; flags are 0 or 1."""
+    kinds: dict[str, Kind] = {"float32": "float32", "int32": "int32", "bool": "int32"}
+    return tuple(Param(x.name, kinds[x.kind]) for x in attributes if x.kind in kinds)
+
+
+_REQUIRED = _pointers(array for array in schema.OPERANDS if not array.is_optional)
+
+_EXTRAS = _pointers(array for array in schema.OPERANDS if array.is_optional)
+"""Operands that may be null."""
+
+_PROBLEM = (
+    *(Param(extent.name, "int32") for extent in schema.EXTENTS if not extent.is_compiled_in),
+    *_scalars(attribute for attribute in schema.ATTRIBUTES if not attribute.is_backward_only),
+    Param("num_sms", "int32"),
+)
+"""Run-time extents and scalars: bounds are ``band.UNBOUNDED`` at most, ``num_sms`` is the device's
+multiprocessor count (persistent kernels launch that many CTAs).
+"""
+
+FORWARD: tuple[Param, ...] = (
+    *_REQUIRED,
+    *_pointers((*schema.OPERATIONS["fwd"].results, *schema.FORWARD_SCRATCH)),
+    Param("num_splits", "int32"),
+    *_EXTRAS,
+    *_PROBLEM,
+    Param("stream", "stream"),
+)
+"""Parameters of every forward entry. Those that split keys take at least two parts, others none:
+null pointers and 0."""
+
+BACKWARD: tuple[Param, ...] = (
+    *_REQUIRED,
+    *_pointers((*schema.SAVED, *schema.GRADIENTS, *schema.BACKWARD_SCRATCH)),
+    *_EXTRAS,
+    *_PROBLEM,
+    *_scalars(attribute for attribute in schema.ATTRIBUTES if attribute.is_backward_only),
+    Param("stream", "stream"),
+)
+"""Parameters of every backward entry. ``dlse`` may be null, ``dsinks`` is null iff ``sinks`` is."""
+
+PARAMETERS: dict[Literal["fwd", "bwd"], tuple[Param, ...]] = {"fwd": FORWARD, "bwd": BACKWARD}
+"""Those of every entry of an operation."""
+
+ALIGNMENT_BYTES = 16
+"""Where arrays start that kernels access 16 bytes at a time, at multiples (a TMA rule)."""

@@ -1,0 +1,196 @@
+"""The GPU families, one row each: whoever asks what a GPU is, can do or runs reads it here.
+
+A family is GPUs that run the same kernels. Its row says which they are, what their kernels are
+compiled for and cover, and what the hardware does. Tile sizes are in ``config_*.py``. A
+family that has no code of its own is a row that names the folder of another; one whose kernels of
+an operation would be the same PTX as another's runs those, if their target serves it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Operation = Literal["fwd", "bwd"]
+OPERATIONS: tuple[Operation, ...] = ("fwd", "bwd")
+
+
+class Kernels(NamedTuple):
+    """What is compiled for one operation of a family.
+
+    Attributes:
+        heads: (D, Dv).
+    """
+
+    heads: tuple[tuple[int, int], ...]
+
+
+class Rates(NamedTuple):
+    """What one SM does in a cycle.
+
+    Attributes:
+        mma_flops: dense 16-bit tensor core operations, a multiply-add counting as two.
+        mma_rows: query (or key) rows that share one read of the other operand.
+        exponentials: of the special function units.
+        has_pairs: one lane instruction does two float32 operations.
+    """
+
+    mma_flops: int
+    mma_rows: int
+    exponentials: int
+    has_pairs: bool
+
+
+class Product(NamedTuple):
+    """A GPU that can be bought.
+
+    Attributes:
+        name: as it is sold.
+        sms: streaming multiprocessors.
+        clock_hertz: at which SMs reach the published peak.
+        hbm_bytes: of memory, per second.
+        caveat: what of its rates is not published.
+    """
+
+    name: str
+    sms: int
+    clock_hertz: float
+    hbm_bytes: float
+    caveat: str = ""
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A family.
+
+    Attributes:
+        name: in names of variants, in JAX_FA_GPU and in messages.
+        capabilities: compute capabilities of its GPUs, such as "9.0".
+        target: what the compiler is asked for; code for it runs on all of ``capabilities``.
+        folder: under ``kernels/``, with the code.
+        fwd: its forward kernels, or the name of the family whose forward kernels it runs.
+        bwd: the same for the backward.
+        mma: the tensor core instruction of its kernels, as ``machine_code.py`` calls it.
+        rates: of one SM.
+        products: its GPUs; the first stands for the family.
+    """
+
+    name: str
+    capabilities: tuple[str, ...]
+    target: str
+    folder: str
+    fwd: Kernels | str
+    bwd: Kernels | str
+    mma: str
+    rates: Rates
+    products: tuple[Product, ...]
+
+    def owner(self, operation: Operation) -> Arch:
+        """The family whose kernels of an operation these GPUs run: mostly this one."""
+        held = self.fwd if operation == "fwd" else self.bwd
+        return arch_named(held) if isinstance(held, str) else self
+
+    def kernels(self, operation: Operation) -> Kernels:
+        """What these GPUs run for an operation, whosever it is."""
+        owner = self.owner(operation)
+        held = owner.fwd if operation == "fwd" else owner.bwd
+        assert isinstance(held, Kernels)
+        return held
+
+
+_HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+_CLOCK = "clock computed from the published peak"
+_THOR = "exponentials assumed; no paired float32, since ptxas takes pairs apart for it"
+
+ARCHS = (
+    Arch(
+        name="sm90",
+        capabilities=("9.0",),
+        target="sm_90a",
+        folder="sm90",
+        fwd=Kernels(_HEADS),
+        bwd=Kernels(_HEADS),
+        mma="wgmma",
+        rates=Rates(mma_flops=4096, mma_rows=64, exponentials=16, has_pairs=False),
+        products=(
+            Product("H100", 132, 1.83e9, 3.35e12, _CLOCK),
+            Product("H200", 132, 1.83e9, 4.8e12, _CLOCK),
+        ),
+    ),
+    Arch(
+        name="sm100",
+        capabilities=("10.0",),
+        target="sm_100f",
+        folder="sm100",
+        fwd=Kernels(_HEADS),
+        bwd=Kernels(_HEADS),
+        mma="tcgen05.mma",
+        rates=Rates(mma_flops=8192, mma_rows=128, exponentials=16, has_pairs=True),
+        products=(
+            Product("B200", 148, 1.856e9, 7.67e12, _CLOCK),
+            Product("GB200", 148, 2.062e9, 8e12, _CLOCK),
+        ),
+    ),
+    Arch(
+        name="sm103",
+        capabilities=("10.3",),
+        target="sm_103f",
+        folder="sm100",
+        # Its exponentials are faster, so its forward has no polynomials. Its backward would be the
+        # PTX of sm100, which as family-specific code ("f") runs on 10.3 too. For sm_103f ptxas
+        # schedules the main kernel otherwise (DSL 4.8.1); what that would gain is not known, since
+        # no GPU was at hand.
+        fwd=Kernels(_HEADS),
+        bwd="sm100",
+        mma="tcgen05.mma",
+        rates=Rates(mma_flops=8192, mma_rows=128, exponentials=32, has_pairs=True),
+        products=(Product("B300", 148, 2.062e9, 8e12, f"{_CLOCK}; SMs unconfirmed"),),
+    ),
+    Arch(
+        name="sm110",
+        capabilities=("11.0",),
+        target="sm_110f",
+        folder="sm100",
+        fwd=Kernels(_HEADS),
+        bwd=Kernels(_HEADS),
+        mma="tcgen05.mma",
+        rates=Rates(mma_flops=8192, mma_rows=128, exponentials=16, has_pairs=False),
+        products=(Product("Thor", 20, 1.575e9, 273e9, _THOR),),
+    ),
+)
+"""Thor: 20 SMs, and 2070 TFLOP/s of sparse 4-bit products; an eighth of that is dense 16-bit, which
+at 8192 operations a cycle gives the clock. The others: NVIDIA's data sheets."""
+
+
+def arch_named(name: str) -> Arch:
+    """The family of a name that is known to be one."""
+    return next(arch for arch in ARCHS if arch.name == name)
+
+
+def arch_of(capability: str) -> Arch | None:
+    """The family of GPUs of a compute capability such as "9.0"; None if no kernels are for them."""
+    return next((arch for arch in ARCHS if capability in arch.capabilities), None)
+
+
+def arch_of_target(target: str) -> Arch:
+    """The family that kernels are compiled for by a target such as "sm_90a".
+
+    Raises:
+        NotImplementedError: it is that of none.
+    """
+    for arch in ARCHS:
+        if arch.target == target:
+            return arch
+    known = ", ".join(arch.target for arch in ARCHS)
+    raise NotImplementedError(f"no kernels for {target}; they are written for {known}")
+
+
+def known_capabilities() -> str:
+    """The compute capabilities that kernels exist for, for a sentence."""
+    return ", ".join(capability for arch in ARCHS for capability in arch.capabilities)
+
+
+def capability_number(capability: str) -> int:
+    """What C++ calls a compute capability: ten times the major, plus the minor."""
+    major, minor = capability.split(".")
+    return 10 * int(major) + int(minor)

@@ -1,0 +1,61 @@
+"""How a problem is answered: the configuration of the kernel for a key, whatever its family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jax_fa.spec.arch import Arch, Operation, arch_of_target
+from jax_fa.spec.config_sm90 import HopperBackward, HopperForward, hopper_backward, hopper_forward
+from jax_fa.spec.config_sm100 import (
+    BlackwellBackward,
+    BlackwellForward,
+    blackwell_backward,
+    blackwell_forward,
+)
+from jax_fa.spec.key import KernelKey
+
+
+def _arch_of(key: KernelKey, operation: Operation) -> Arch:
+    """The family that ``key`` is for.
+
+    Raises:
+        NotImplementedError: no kernel is written for it or its head sizes.
+    """
+    arch = arch_of_target(key.arch)
+    heads = arch.kernels(operation).heads
+    if (key.head_dim, key.value_dim) not in heads:
+        known = ", ".join(f"{d}/{dv}" for d, dv in heads)
+        raise NotImplementedError(
+            f"no {operation} kernel for D/Dv {key.head_dim}/{key.value_dim} on {key.arch}; "
+            f"there are {known}"
+        )
+    return arch
+
+
+def choose_forward(key: KernelKey) -> HopperForward | BlackwellForward:
+    """The forward configuration for ``key``.
+
+    Raises:
+        NotImplementedError: no kernel is written for its architecture or head sizes.
+    """
+    return _FORWARDS[_arch_of(key, "fwd").folder](key)
+
+
+def choose_backward(key: KernelKey) -> HopperBackward | BlackwellBackward:
+    """The backward configuration for ``key``.
+
+    Raises:
+        NotImplementedError: no kernel is written for its architecture or head sizes.
+    """
+    return _BACKWARDS[_arch_of(key, "bwd").folder](key)
+
+
+_FORWARDS: dict[str, Callable[[KernelKey], HopperForward | BlackwellForward]] = {
+    "sm90": hopper_forward,
+    "sm100": blackwell_forward,
+}
+_BACKWARDS: dict[str, Callable[[KernelKey], HopperBackward | BlackwellBackward]] = {
+    "sm90": hopper_backward,
+    "sm100": blackwell_backward,
+}
+"""By the folder of the kernels."""

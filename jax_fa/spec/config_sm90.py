@@ -1,0 +1,131 @@
+"""What is fixed about Hopper's kernels at compile time because it is fast.
+
+Tiles, stages, registers. Each row carries the measurement behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_fa.spec.key import KernelKey
+
+
+@dataclass(frozen=True)
+class HopperForward:
+    """A forward kernel's tile and resources.
+
+    Attributes:
+        block_kv: keys per step.
+        num_consumers: warpgroups that own 64 query rows each.
+        is_persistent: a CTA works on many tiles, and starts the next while it finishes one; this
+            needs room for two query tiles.
+        stages: depth of the key ring and of the value ring.
+        consumer_registers: per thread of a consumer, multiple of 8.
+        producer_registers: per thread of the producer warpgroup, multiple of 8.
+        q_in_registers: the query fragment is an operand in registers, not in shared memory.
+        packs_heads: query heads of a group share tiles where that saves some (``Packing``).
+    """
+
+    block_kv: int
+    num_consumers: int
+    is_persistent: bool
+    stages: int = 2
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    q_in_registers: bool = False
+    packs_heads: bool = False
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one tile."""
+        return 64 * self.num_consumers
+
+    @property
+    def q_stages(self) -> int:
+        """Query tiles in shared memory."""
+        return 2 if self.is_persistent else 1
+
+
+def hopper_forward(key: KernelKey) -> HopperForward:
+    """The forward configuration for ``key``.
+
+    Rows say TFLOP/s on an H200, bfloat16, at 16 x 1024 and 2 x 8192 tokens x sequences;
+    alternatives that lost are in brackets.
+    """
+    is_general = key.mask == "general"
+    # Loading is more than starting TMA where lengths are decoded: 24 registers spill at D = 96.
+    consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
+    block_kv, num_consumers, is_persistent, q_in_registers = 128, 2, True, False
+    if key.head_dim <= 64:
+        # General, causal: 237 / 427 (3 consumers 204 / 485, but their 160 registers spill).
+        if not is_general:
+            # Full: 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477).
+            num_consumers, consumer_registers, producer_registers = 3, 160, 32
+    elif key.head_dim <= 128:
+        # D = 128, full: 614 / 650 with q in registers (without 607 / 646; 160 keys 570 / 635; not
+        # persistent 502 / 626). Causal: 453 / 638 without (with 452 / 634).
+        q_in_registers = key.mask == "full"
+    elif key.head_dim <= 192:
+        # Full: 554 / 656 (128 keys, not persistent: 527 / 647).
+        block_kv = 96
+    else:
+        # Full: 544 / 682 (48 keys, persistent: 519 / 573).
+        block_kv, is_persistent = 80, False
+    return HopperForward(
+        block_kv,
+        num_consumers,
+        is_persistent,
+        consumer_registers=consumer_registers,
+        producer_registers=producer_registers,
+        q_in_registers=q_in_registers,
+        packs_heads=key.is_split,
+    )
+
+
+@dataclass(frozen=True)
+class HopperBackward:
+    """A backward kernel's tile and resources.
+
+    Attributes:
+        block_q: query rows per step.
+        splits_keys: consumers own 64 keys each, and hand P and dS on in registers. Else all work
+            on the same 64 keys: each computes the scores of a share of the queries, passes P and
+            dS on through shared memory, and owns a share of the columns of dK and dV.
+        num_consumers: warpgroups.
+        q_stages: depth of the ring of query tiles.
+        dout_stages: depth of the ring of dO tiles.
+        consumer_registers: per thread of a consumer, multiple of 8.
+        producer_registers: per thread of the producer warpgroup, multiple of 8.
+    """
+
+    block_q: int
+    splits_keys: bool = True
+    num_consumers: int = 2
+    q_stages: int = 2
+    dout_stages: int = 2
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of one tile."""
+        return 64 * self.num_consumers if self.splits_keys else 64
+
+    @property
+    def splits_dq_rows(self) -> bool:
+        """True if each consumer computes 64 rows of dQ; else each has some columns of all rows."""
+        return self.block_q == 64 * self.num_consumers
+
+
+def hopper_backward(key: KernelKey) -> HopperBackward:
+    """The backward configuration for ``key``.
+
+    TFLOP/s on an H200, bfloat16, at 16 x 1024 and 1 x 16384 tokens, causal; cuDNN in brackets.
+    """
+    if key.head_dim <= 64:
+        # Reached: 275 and 511 (203 and 418).
+        return HopperBackward(block_q=128)
+    # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
+    # D = 128 reaches 324 and 578 (247 and 515), D = 256 without splitting keys 259 and 412 (207
+    # and 373).
+    return HopperBackward(block_q=64, splits_keys=key.head_dim + key.value_dim <= 256)

@@ -1,0 +1,101 @@
+"""How work is divided, as far as kernels and those who call them have to agree.
+
+Arithmetic on extents: on ints where scratch is allocated and kernels are chosen, on traced values
+in kernels, on the names of C++ fields in ``schema_cpp``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jax_fa.spec.band import OF_INTS, Extremes, ceil_div
+
+SCRATCH_BLOCK = 128
+"""Query rows by which a sequence's place in ``dq_sum`` and ``row_stats`` may be padded; the largest
+``block_q`` of any backward kernel."""
+
+RESIDENT_CTAS = 132
+"""Multiprocessors that are to be filled by splitting keys (forward) or groups of heads (backward):
+those of an H100 SXM. Fixed, since it decides sizes of scratch, known before the device is."""
+
+
+def scratch_rows(batch: Any, num_sequences: Any, q_len: Any) -> Any:
+    """Query rows per head of ``dq_sum`` and ``row_stats``.
+
+    Sequence m of start s occupies the rows from ``(s // block_q + m) * block_q`` on, whatever the
+    ``block_q`` of the kernel, so that every sequence starts on a block of its own.
+    """
+    return (ceil_div(batch * q_len, SCRATCH_BLOCK) + num_sequences) * SCRATCH_BLOCK
+
+
+def head_splits(num_tiles: Any, group: Any, extremes: Extremes = OF_INTS) -> Any:
+    """Parts into which the query heads of one key/value head are split, each a CTA of its own.
+
+    ``num_tiles`` counts the key blocks of ``KV_SPLIT_BLOCK`` keys of all sequences and heads. One
+    part needs no sums beyond the accumulator; more are taken only while multiprocessors lie idle.
+    """
+    wanted = RESIDENT_CTAS // extremes.maximum(num_tiles, 1)
+    return extremes.maximum(extremes.minimum(wanted, group), 1)
+
+
+TURN_ROWS = 64
+"""Query rows per element of ``turns``; the smallest ``block_q`` of any backward kernel."""
+
+KV_SPLIT_BLOCK = 128
+"""Keys per tile in ``head_splits``, whatever the ``block_kv`` of the kernel."""
+
+
+def kv_tiles(batch: Any, num_sequences: Any, kv_len: Any) -> Any:
+    """Key blocks per key/value head in ``head_splits``; of packed sequences, an upper bound."""
+    return ceil_div(batch * kv_len, KV_SPLIT_BLOCK) + num_sequences - batch
+
+
+GRANULE = 8
+"""Rows of a head that stay together where heads share a tile: what a TMA box can put anywhere in
+swizzled shared memory, so that every group packs without a kernel of its own."""
+
+
+class Packing(NamedTuple):
+    """How the query heads of a group share tiles: Note [Packed heads] in ``tiles.py``.
+
+    Attributes:
+        heads: query heads with rows in one tile; 1 if none are packed.
+        positions: query positions of a tile, a multiple of ``GRANULE``.
+        units: tiles by which a group covers these positions; the order counts them as its heads.
+        group: query heads per key/value head.
+    """
+
+    heads: Any
+    positions: Any
+    units: Any
+    group: Any
+
+
+def packing(block_q: int, group: Any) -> Packing:
+    """How the most heads of a group share tiles of ``block_q`` rows."""
+    granules = block_q // GRANULE
+    units = ceil_div(group, granules)
+    heads = ceil_div(group, units)
+    return Packing(heads, granules // heads * GRANULE, units, group)
+
+
+def packing_pays(packed_tiles: Any, plain_tiles: Any) -> Any:
+    """Whether heads are to share tiles: it saves a quarter of the tiles or more.
+
+    For a packed tile, Q is loaded in more, smaller pieces, and out is not stored by TMA.
+    """
+    return 4 * packed_tiles <= 3 * plain_tiles
+
+
+WORD_KEYS = 32
+"""Keys of a word of ``mask_words``, one bit each; and cells of a word of ``mask_map``."""
+
+MAP_CELL = 16
+"""Rows, and keys, of a cell of ``mask_map``; a divisor of every block of every kernel."""
+
+LIST_WORDS = 32
+"""Words of either part of a tile's list of blocks (``kernels/dense_mask.py``). A bit stands for a
+power of two of blocks: enough for the longest sequence, one up to 1024 blocks."""
+
+FOUND_WORDS = 4 + 1 + 2 * LIST_WORDS
+"""Words of shared memory for what segments, 4, and a mask tell of a tile."""

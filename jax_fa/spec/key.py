@@ -1,0 +1,34 @@
+"""What is fixed about a kernel at compile time because the caller asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MaskClass = Literal["full", "causal", "general"]
+
+MASK_CLASSES: tuple[MaskClass, ...] = ("full", "causal", "general")
+"""What a variant may mask: nothing; keys beyond the diagonal (either alignment); everything."""
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """The compile-time part of a problem, for one operation on one architecture.
+
+    Attributes:
+        arch: target of a family (``jax_fa/spec/arch.py``), "sm_90a" for Hopper.
+        dtype: "bfloat16" or "float16".
+        head_dim: D, of query and key.
+        value_dim: Dv, of value and output.
+        mask: mask class.
+        has_soft_cap: logits are bounded by a soft cap.
+        is_split: several CTAs share the keys of a query tile (``variants.kv_splits``).
+    """
+
+    arch: str
+    dtype: str
+    head_dim: int
+    value_dim: int
+    mask: MaskClass
+    has_soft_cap: bool = False
+    is_split: bool = False

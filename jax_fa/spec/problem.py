@@ -1,0 +1,207 @@
+"""What is asked of attention: semantics, shapes and the conventions every platform keeps.
+
+Letters, as in ``jax.nn.dot_product_attention``: B batch, T query length, S key length, N query
+heads, K key/value heads, G = N // K query heads per key/value head (query head ``n`` reads
+key/value head ``n // G``), D head size of query and key, Dv head size of value and output.
+
+Conventions
+-----------
+* Logits are ``z = scale * (q . k)``, in float32; with a soft cap ``c``, ``z = c * tanh(z / c)``.
+  The cap is applied after scale and bias and before masking.
+* The probability of key j is ``exp(z_j - lse)`` with ``lse = log(sum of exp(z_j) over the visible
+  keys, plus exp(sink))``: natural logarithm, float32, the whole denominator, sinks included.
+  Kernels work in base 2 inside and convert at their border.
+* A row below its query length that sees no key has output 0 and ``lse = -inf`` (the sink, where
+  there is one). A row at or beyond its query length has output 0 and ``lse = -inf``, always.
+  Neither contributes to any gradient but the sink's own.
+* The gradient through the softmax is ``dz = p * (dp - delta)`` with
+  ``delta = rowsum(dO * O) - dLSE``, and ``d sink = -sum over rows of exp(sink - lse) * delta``.
+* A sequence is a slot of an array: row b of [B, T, ...], or ``cu_seqlens[b] .. cu_seqlens[b+1]`` of
+  a packed [1, total, ...] array. Lengths shorter than the slot leave padding rows, whose content
+  (NaN included) never reaches a result and whose gradients are 0. Bottom-right alignment uses the
+  used lengths.
+* Values that come at run time mean something whatever they are, the same on every platform.
+  Lengths are clamped to 0 .. slot. Borders are clamped to the array, and a border counts as no
+  smaller than those before it, so that slots lie apart; rows of no slot give output 0 and
+  ``lse = -inf``, keys of none are seen by nobody and have gradients of 0. Offsets are clamped to
+  ``MAX_OFFSET`` (2 ** 28) in magnitude: where no length is larger, and no window is that long, the
+  result is that of the offset as it was. Every int32 is a segment. (``sequences.py``, ``band.py``)
+* On the CPU and in the reference, what a hidden key holds, NaN included, does not reach a row that
+  does not see it. GPU kernels promise that of padding alone: elsewhere they multiply a hidden key's
+  value by a probability of 0, and 0 * NaN is NaN.
+* Logits and sinks of more than 2 ** 127 in magnitude are not supported: kernels work in base 2, and
+  give NaN where ``z * log2(e)`` is beyond float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jax_fa.spec.band import Band
+
+KERNEL_DTYPES = ("float32", "bfloat16", "float16")
+"""Element types of query, key, value and output that compiled kernels know (CPU: all three)."""
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """The part of a problem that no shape changes.
+
+    Attributes:
+        scale: factor of ``q . k``.
+        band: which keys a query may see.
+        soft_cap: logits are bounded to ``(-soft_cap, soft_cap)``; None leaves them.
+        deterministic: the backward gives identical bits on every run.
+    """
+
+    scale: float
+    band: Band = field(default_factory=Band)
+    soft_cap: float | None = None
+    deterministic: bool = False
+
+
+class Operands(NamedTuple):
+    """The arrays of one problem, in the order every platform reads them; None where absent.
+
+    M is the number of sequences: B, or the number of slots when packed (then B is 1 and T, S are
+    totals). This is the internal form: public functions bring their arguments into it.
+
+    Attributes:
+        q: [B, T, N, D].
+        k: [B, S, K, D].
+        v: [B, S, K, Dv].
+        q_lengths: int32 [M], used query rows of each slot.
+        kv_lengths: int32 [M], used keys of each slot.
+        cu_seqlens_q: int32 [M + 1], slot borders of packed queries; ascending, within the array
+            (``sequences.borders``).
+        cu_seqlens_k: int32 [M + 1], likewise of packed keys.
+        q_segments: int32 [B, T]; a query sees only keys of its own segment.
+        kv_segments: int32 [B, S].
+        q_offset: int32 [M], position of query row 0, added to the diagonal; at most
+            ``band.MAX_OFFSET`` in magnitude (``sequences.offsets``).
+        sinks: float32 [M, N], one extra logit per head in the denominator.
+        mask_words: int32 [B|1, N|1, T|1, W|1] with W words of 32 keys: bit i of word w says whether
+            the row sees key 32 w + i (``masks.py``). Not with packed sequences.
+        mask_map: int32 [B|1, N|1, 2, stripes, words], which of its blocks need a look; present iff
+            mask_words is.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    q_segments: Any = None
+    kv_segments: Any = None
+    q_offset: Any = None
+    sinks: Any = None
+    mask_words: Any = None
+    mask_map: Any = None
+
+    @property
+    def is_packed(self) -> bool:
+        """True if sequences lie one after another in a single row."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def num_sequences(self) -> int:
+        """M."""
+        return self.cu_seqlens_q.shape[0] - 1 if self.is_packed else self.q.shape[0]
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Names of the operands that are not None."""
+        return tuple(name for name in self._fields if getattr(self, name) is not None)
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the differentiable operands; ``sinks`` is None where the operand is.
+
+    Attributes:
+        q: [B, T, N, D].
+        k: [B, S, K, D].
+        v: [B, S, K, Dv].
+        sinks: float32 [M, N].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    sinks: Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem, complete: everything a kernel choice may depend on.
+
+    Shapes are those of one launch: for packed sequences ``batch`` is 1 and ``num_sequences`` counts
+    the slots that ``cu_seqlens`` describes; otherwise both are B.
+    """
+
+    dtype: str
+    batch: int
+    num_sequences: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    semantics: Semantics
+    has_lengths: bool = False
+    has_segments: bool = False
+    has_offset: bool = False
+    has_sinks: bool = False
+    is_packed: bool = False
+    mask_batch: int = 0
+    mask_heads: int = 0
+    mask_rows: int = 0
+    mask_width: int = 0
+
+    @classmethod
+    def of(cls, operands: Operands, semantics: Semantics) -> Problem:
+        """The problem that arrays (or anything with a shape and a dtype) and semantics make up."""
+        batch, q_len, num_q_heads, head_dim = operands.q.shape
+        _, kv_len, num_kv_heads, value_dim = operands.v.shape
+        mask_shape = (0, 0, 0, 0) if operands.mask_words is None else operands.mask_words.shape
+        mask_batch, mask_heads, mask_rows, mask_width = mask_shape
+        return cls(
+            dtype=str(operands.q.dtype),
+            batch=batch,
+            num_sequences=operands.num_sequences,
+            q_len=q_len,
+            kv_len=kv_len,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            semantics=semantics,
+            has_lengths=operands.q_lengths is not None or operands.kv_lengths is not None,
+            has_segments=operands.q_segments is not None,
+            has_offset=operands.q_offset is not None,
+            has_sinks=operands.sinks is not None,
+            is_packed=operands.is_packed,
+            mask_batch=mask_batch,
+            mask_heads=mask_heads,
+            mask_rows=mask_rows,
+            mask_width=mask_width,
+        )
+
+    @property
+    def has_hiding_operands(self) -> bool:
+        """True if operands, and not the band alone, decide which keys a query sees."""
+        by_tokens = self.has_lengths or self.has_segments or self.is_packed
+        return by_tokens or self.has_offset or self.has_mask
+
+    @property
+    def has_mask(self) -> bool:
+        """True if a dense mask hides keys."""
+        return self.mask_width > 0
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_q_heads // self.num_kv_heads

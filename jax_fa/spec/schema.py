@@ -1,0 +1,277 @@
+"""What crosses the borders between JAX, C++ and kernels: the one list of arrays and attributes.
+
+Everything that names an operand, a result, scratch or an attribute derives from here: the order of
+FFI calls and their checks on both sides, record mode, the structs that C++ kernels take
+(``ffi/schema.h``, which ``python ffi/write_schema.py`` writes and a test holds equal), the way
+arrays split over devices, what a vmapped dimension joins, and the parameters of host entries.
+
+Dimensions have the letters of ``problem.py``; beyond those::
+
+    M+1  borders of M slots
+    P    parts of the keys, each a CTA's; none unless they are split
+    R    query rows, those of every sequence padded to whole blocks
+    H    parts of a group of query heads; none if there is one
+    E    elements of dK and dV together
+    U    blocks of query rows that take turns; none unless the backward is deterministic
+    Bm Nm Tm Wm  extents of the mask: 1 where it is broadcast, else B, N, T and the words of S keys
+    Tc Wc        stripes of rows, and words, of its map
+
+``scratch.py`` computes P to U, ``extents`` here the last two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from jax_fa.spec.band import ceil_div
+from jax_fa.spec.division import MAP_CELL
+
+Dtype = Literal["element", "float32", "int32"]
+"""Element type of an array; "element" is that of q, k and v."""
+
+Kind = Literal["float32", "int32", "bool", "string"]
+
+
+class Array(NamedTuple):
+    """One array of a call.
+
+    Attributes:
+        name: the same on every side.
+        dtype: its element type.
+        dims: letters of its dimensions.
+        note: what it holds.
+        is_optional: it may be absent: an array without elements at the FFI, else a null pointer.
+        is_aligned: kernels access it 16 bytes at a time, by TMA or otherwise.
+        is_differentiable: the backward gives its gradient.
+    """
+
+    name: str
+    dtype: Dtype
+    dims: str
+    note: str = ""
+    is_optional: bool = False
+    is_aligned: bool = False
+    is_differentiable: bool = False
+
+    @property
+    def is_per_sequence(self) -> bool:
+        """Has a row for each sequence, packed or not, or for each border of them."""
+        return self.dims.split()[0] in ("M", "M+1")
+
+    @property
+    def side(self) -> Literal["T", "S"] | None:
+        """T if it has a row for each query, in dimension 1; S if for each key; else None."""
+        return next((letter for letter in ("T", "S") if letter in self.dims.split()), None)
+
+    @property
+    def is_per_token(self) -> bool:
+        """Has a row for each query or key."""
+        return self.side is not None
+
+    @property
+    def is_per_head(self) -> bool:
+        """Has an entry for each query head or key/value head."""
+        return not {"N", "K"}.isdisjoint(self.dims.split())
+
+    @property
+    def gradient(self) -> Array:
+        """The result of a backward that belongs to a differentiable operand."""
+        return self._replace(name=f"d{self.name}", note="", is_differentiable=False)
+
+    def shape(self, extents: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Its shape, given the extent of every letter."""
+        return tuple(int(x) if x.isdigit() else extents[x] for x in self.dims.split())
+
+
+def _whole(name: str, dims: str, **more: Any) -> Array:
+    return Array(name, "element", dims, is_aligned=True, **more)
+
+
+def _ints(name: str, dims: str, note: str) -> Array:
+    return Array(name, "int32", dims, note, is_optional=True)
+
+
+_FIRST_OPERANDS = (
+    _whole("q", "B T N D", is_differentiable=True),
+    _whole("k", "B S K D", is_differentiable=True),
+    _whole("v", "B S K Dv", is_differentiable=True),
+    _ints("q_lengths", "M", "used query rows of each slot"),
+    _ints("kv_lengths", "M", "used keys of each slot"),
+    _ints("cu_seqlens_q", "M+1", "slot borders of packed queries; present iff packed"),
+    _ints("cu_seqlens_k", "M+1", "slot borders of packed keys; present iff packed"),
+    _ints("q_segments", "B T", "a query sees only keys of its own segment"),
+    _ints("kv_segments", "B S", "present iff q_segments is"),
+    _ints("q_offset", "M", "position of query row 0, added to the diagonal"),
+    Array(
+        *("sinks", "float32", "M N", "one extra logit per head in the denominator"),
+        is_optional=True,
+        is_differentiable=True,
+    ),
+)
+_ADDED_OPERANDS = (
+    _ints("mask_words", "Bm Nm Tm Wm", "bit i of word w: the row sees key 32 w + i"),
+    _ints("mask_map", "Bm Nm 2 Tc Wc", "bit i of word w: 16 rows see some, all of 16 keys"),
+)
+"""Operands that older programs lack: in a call they stand last, behind ``SAVED``."""
+
+OPERANDS = (*_FIRST_OPERANDS, *_ADDED_OPERANDS)
+"""Operands of both operations: the fields of ``problem.Operands``, in order."""
+
+OUT = _whole("out", "B T N Dv")
+LSE = Array("lse", "float32", "B T N", "natural log")
+
+SAVED = (
+    *(OUT, LSE),
+    _whole("dout", "B T N Dv"),
+    Array("dlse", "float32", "B T N", "null: zero", is_optional=True),
+)
+"""What a backward takes beside the operands: results of the forward and their cotangents."""
+
+GRADIENTS = tuple(array.gradient for array in OPERANDS if array.is_differentiable)
+
+
+def _sums(name: str, dims: str, note: str) -> Array:
+    return Array(name, "float32", dims, note, is_aligned=True)
+
+
+FORWARD_SCRATCH = (
+    _sums("out_parts", "P B T N Dv", "what out would be if a part's keys were all, not rounded"),
+    Array("lse_parts", "float32", "P B T N", "likewise lse; -inf where a part shows nothing"),
+)
+BACKWARD_SCRATCH = (
+    _sums("dq_sum", "N R D", "dQ before scale and rounding, in the kernels' own order"),
+    _sums("row_stats", "2 N R", "log2-sum-exp2, then delta, of every query row"),
+    _sums("dkv_sums", "H E", "dK, then dV, before rounding, by part of a group of heads"),
+    Array("turns", "int32", "N U", "key blocks that have added to each query block"),
+)
+
+
+class Operation(NamedTuple):
+    """The arrays of one operation, in call order.
+
+    Attributes:
+        operands: what it reads; calls may lack the last ``num_added``.
+        results: what it writes for the caller.
+        scratch: memory of GPU kernels that nobody reads afterwards, uninitialised; behind the
+            results.
+        may_lack_scratch: calls without any are valid.
+        num_added: operands at the end that older programs lack.
+    """
+
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    scratch: tuple[Array, ...]
+    may_lack_scratch: bool
+    num_added: int = len(_ADDED_OPERANDS)
+
+
+OPERATIONS: dict[Literal["fwd", "bwd"], Operation] = {
+    "fwd": Operation(OPERANDS, (OUT, LSE), FORWARD_SCRATCH, may_lack_scratch=True),
+    "bwd": Operation(
+        (*_FIRST_OPERANDS, *SAVED, *_ADDED_OPERANDS),
+        *(GRADIENTS, BACKWARD_SCRATCH),
+        may_lack_scratch=False,
+    ),
+}
+
+BY_NAME = {
+    array.name: array
+    for operation in OPERATIONS.values()
+    for array in (*operation.operands, *operation.results, *operation.scratch)
+}
+
+
+class Extent(NamedTuple):
+    """An extent that a call's shapes tell, a field of ``problem.Problem``."""
+
+    name: str
+    letter: str
+    note: str = ""
+    is_compiled_in: bool = False
+
+
+EXTENTS = (
+    Extent("batch", "B", "1 when packed"),
+    Extent("num_sequences", "M", "B, or the number of packed sequences"),
+    Extent("q_len", "T", "or total_q when packed"),
+    Extent("kv_len", "S", "or total_kv when packed"),
+    Extent("num_q_heads", "N"),
+    Extent("num_kv_heads", "K", "divides N"),
+    Extent("head_dim", "D", is_compiled_in=True),
+    Extent("value_dim", "Dv", is_compiled_in=True),
+    Extent("mask_batch", "Bm", "1 or B; 0 without a mask, as the following"),
+    Extent("mask_heads", "Nm", "1 or N"),
+    Extent("mask_rows", "Tm", "1 or T"),
+    Extent("mask_width", "Wm", "1 or words of 32 keys"),
+)
+
+
+def extents(problem: Any) -> dict[str, Any]:
+    """The extent of every letter that is no scratch's, given a ``problem.Problem``."""
+    found = {extent.letter: getattr(problem, extent.name) for extent in EXTENTS}
+    return {**found, **derived(found)}
+
+
+def derived(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Extents of the letters that follow from those of ``EXTENTS``."""
+    return {
+        "M+1": found["M"] + 1,
+        "Tc": ceil_div(found["Tm"], MAP_CELL),
+        "Wc": ceil_div(found["Wm"], MAP_CELL),
+    }
+
+
+class Attribute(NamedTuple):
+    """A value that is fixed when a program is compiled.
+
+    Attributes:
+        name: the same on every side.
+        kind: its type.
+        of: its value for given ``problem.Semantics``, where they tell; None if only older programs
+            have it.
+        note: what it says.
+        is_required: False if it was added later: older programs lack it, which means 0 or "".
+        is_backward_only: forward kernels do without.
+    """
+
+    name: str
+    kind: Kind
+    of: Callable[[Any], Any] | None
+    note: str = ""
+    is_required: bool = True
+    is_backward_only: bool = False
+
+
+ATTRIBUTES = (
+    Attribute("scale", "float32", lambda s: s.scale),
+    Attribute("soft_cap", "float32", lambda s: s.soft_cap or 0.0, "0: none"),
+    Attribute(
+        *("window_left", "int32", lambda s: s.band.left_bound),
+        "keys before the diagonal, or kUnbounded",
+    ),
+    Attribute(
+        *("window_right", "int32", lambda s: s.band.right_bound),
+        "keys beyond the diagonal, or kUnbounded; causal is 0",
+    ),
+    Attribute(
+        *("bottom_right", "bool", lambda s: s.band.alignment == "bottom_right"),
+        "alignment of the diagonal",
+    ),
+    Attribute(
+        *("deterministic", "bool", lambda s: s.deterministic),
+        "gradients are the same bits on every run",
+        is_backward_only=True,
+    ),
+    Attribute(
+        *("mask_mod", "string", None),
+        'of older programs: a function that their kernels were compiled with; "": none',
+        is_required=False,
+    ),
+    Attribute(
+        *("kernel", "string", lambda _: ""),
+        "compiled kernel: its name without operation and family (jax_fa/spec/variants.py); on GPUs",
+        is_required=False,
+    ),
+)
+"""Attributes of both operations. They are only ever added, at the end, not required."""

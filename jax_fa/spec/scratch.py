@@ -1,0 +1,70 @@
+"""Memory that GPU kernels take beside operands and results: how much, for one call.
+
+The arithmetic is that of ``spec/division.py``, on ints here and on the names of C++ fields in
+``schema_cpp``, so that C++ checks what Python allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from jax_fa.spec import division, schema
+from jax_fa.spec.band import OF_INTS, Extremes
+from jax_fa.spec.problem import Problem
+
+
+class Arithmetic(NamedTuple):
+    """What extents are computed with, where they are more than ints.
+
+    Attributes:
+        extremes: of two values.
+        select: (condition, then, otherwise) -> one of the latter.
+        named: (name, value) -> the same value, which occurs several times.
+    """
+
+    extremes: Extremes
+    select: Callable[[Any, Any, Any], Any]
+    named: Callable[[str, Any], Any]
+
+
+ON_INTS = Arithmetic(OF_INTS, lambda if_, then, else_: then if if_ else else_, lambda _, x: x)
+
+
+def extents(
+    given: Mapping[str, Any], num_splits: Any, deterministic: Any, on: Arithmetic = ON_INTS
+) -> dict[str, Any]:
+    """Extents of the letters that only scratch has, given those of ``schema.extents``."""
+    x = given
+    rows = on.named("rows", division.scratch_rows(x["B"], x["M"], x["T"]))
+    tiles = division.kv_tiles(x["B"], x["M"], x["S"]) * x["K"]
+    group = x["N"] // x["K"]
+    parts = division.head_splits(tiles, group, on.extremes)
+    parts = on.named("parts", parts)
+    return {
+        "P": on.select(num_splits > 1, num_splits, 0),
+        "R": rows,
+        "H": on.select(parts > 1, parts, 0),
+        "E": x["B"] * x["S"] * x["K"] * (x["D"] + x["Dv"]),
+        "U": on.select(deterministic, rows // division.TURN_ROWS, 0),
+    }
+
+
+def shapes(
+    operation: Literal["fwd", "bwd"], problem: Problem, num_splits: int = 1
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and element type of the scratch of one call, by name in call order.
+
+    Args:
+        operation: forward or backward.
+        problem: what is asked.
+        num_splits: parts into which a forward splits the keys; one needs no scratch.
+    """
+    if operation == "fwd" and num_splits == 1:
+        return {}
+    letters = schema.extents(problem)
+    letters |= extents(letters, num_splits, problem.semantics.deterministic)
+    return {
+        array.name: (array.shape(letters), array.dtype)
+        for array in schema.OPERATIONS[operation].scratch
+    }

@@ -1,0 +1,272 @@
+"""The one list of what is compiled: the build, the C++ table, tests and error messages read it.
+
+A variant is one operation for one ``KernelKey``. Presence of a feature is compiled in only where
+its absence buys measurable time, which leaves three mask classes and the soft cap; lengths,
+windows, segments, offsets, alignment, sinks, heads and extents are run-time values. A soft cap
+costs a tanh per score, next to which the general mask is cheap, so it exists for that class only.
+Split keys are a matter of few tiles, whose pace memory sets: the general mask serves them all. With
+a soft cap they are not split.
+
+A kernel also serves smaller heads than it is compiled for: further columns of zeros change no
+product, and a gradient's are cut off (``runtime/head_sizes.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax_fa.spec.arch import ARCHS, OPERATIONS, Arch, Operation, arch_named
+from jax_fa.spec.band import UNBOUNDED, ceil_div
+from jax_fa.spec.division import RESIDENT_CTAS, packing, packing_pays
+from jax_fa.spec.key import MASK_CLASSES, KernelKey, MaskClass
+from jax_fa.spec.problem import Problem
+
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+"""Element types that are compiled, and what variant names call them."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled host entry.
+
+    Attributes:
+        operation: what it computes.
+        arch: name of the ``Arch`` that it is compiled for.
+        key: everything fixed at compile time by the problem.
+    """
+
+    operation: Operation
+    arch: str
+    key: KernelKey
+
+    @property
+    def kernels(self) -> str:
+        """Directory under ``kernels/`` that it is made of."""
+        return arch_named(self.arch).folder
+
+    @property
+    def name(self) -> str:
+        """Unique name, a C identifier, such as ``fwd_sm90_bf16_d192v128_general_cap``."""
+        return full_name(self.operation, self.arch, stem(self.key))
+
+
+def stem(key: KernelKey) -> str:
+    """What the names of a kernel's variants have in common, whatever the family and operation."""
+    cap = "_cap" if key.has_soft_cap else ""
+    split = "_split" if key.is_split else ""
+    dims = _dims(key.head_dim, key.value_dim)
+    return f"{SHORT_DTYPES[key.dtype]}_{dims}_{key.mask}{cap}{split}"
+
+
+def _dims(head_dim: int, value_dim: int) -> str:
+    values = "" if value_dim == head_dim else f"v{value_dim}"
+    return f"d{head_dim}{values}"
+
+
+def full_name(operation: Operation, arch: str, stem: str) -> str:
+    """Name of a variant; C++ (``ffi/kernel_table.cc``) puts it together likewise."""
+    return f"{_prefix(operation, arch)}{stem}"
+
+
+def _prefix(operation: Operation, arch: str) -> str:
+    return f"{operation}_{arch}_"
+
+
+def _enumerate() -> Iterator[Variant]:
+    masks: list[dict[str, Any]] = [{"mask": mask} for mask in MASK_CLASSES]
+    masks.append({"mask": "general", "has_soft_cap": True})
+    split: dict[str, Any] = {"mask": "general", "is_split": True}
+    for arch in ARCHS:
+        for operation in OPERATIONS:
+            if arch.owner(operation) is not arch:
+                continue
+            all_fields = [*masks, *([split] if operation == "fwd" else [])]
+            for dtype in SHORT_DTYPES:
+                for head_dim, value_dim in arch.kernels(operation).heads:
+                    for fields in all_fields:
+                        key = KernelKey(arch.target, dtype, head_dim, value_dim, **fields)
+                        yield Variant(operation, arch.name, key)
+
+
+VARIANTS = tuple(_enumerate())
+"""Everything that a full build compiles."""
+
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+
+
+def of_families(names: Collection[str]) -> list[Variant]:
+    """The variants that GPUs of these families run, whosever they are."""
+    wanted = {
+        (operation, arch_named(name).owner(operation).name)
+        for name in names
+        for operation in OPERATIONS
+    }
+    return [variant for variant in VARIANTS if (variant.operation, variant.arch) in wanted]
+
+
+def run_by(arch: Arch, compiled: Collection[str]) -> frozenset[str]:
+    """Those of the names ``compiled`` that GPUs of a family run."""
+    prefixes = tuple(_prefix(operation, arch.owner(operation).name) for operation in OPERATIONS)
+    return frozenset(name for name in compiled if name.startswith(prefixes))
+
+
+def families(compiled: Collection[str]) -> list[Arch]:
+    """The families that a build with kernels of the names ``compiled`` is for.
+
+    Kernels that one family runs of another make the build no build for the other.
+    """
+    held = {arch: run_by(arch, compiled) for arch in ARCHS}
+    return [
+        arch
+        for arch, names in held.items()
+        if names and not any(names < others for others in held.values())
+    ]
+
+
+def mask_class(problem: Problem) -> MaskClass:
+    """The cheapest mask class that serves ``problem``."""
+    band = problem.semantics.band
+    semantics = problem.semantics
+    if problem.has_hiding_operands or semantics.soft_cap is not None:
+        return "general"
+    if band.left_bound != UNBOUNDED:
+        return "general"
+    if band.right_bound == UNBOUNDED:
+        return "full"
+    return "causal" if band.right_bound == 0 else "general"
+
+
+SPLIT_ROWS = 128
+"""Query rows per tile in ``kv_splits``: the smallest ``block_q`` of any forward kernel that splits,
+so that keys are never split where a kernel of larger tiles would do better without."""
+
+SPLIT_KEYS = 512
+"""Keys that a part has at least. Merging is one more launch and one more pass over the parts, about
+as long as one multiprocessor takes for 3 or 4 blocks of 128 keys: it must save more than that."""
+
+
+def kv_splits(problem: Problem) -> int:
+    """Parts into which the keys of a query tile are to be split, each a CTA of its own.
+
+    1 unless at least half of ``RESIDENT_CTAS`` would lie idle and there are keys for two parts:
+    short queries over long keys, as in decoding. Packed sequences count with their mean length.
+    """
+    p = problem
+    sharing = packing(SPLIT_ROWS, max(p.group, 1))
+    plain = _q_tiles(p, SPLIT_ROWS, p.group)
+    packed = _q_tiles(p, sharing.positions, sharing.units)
+    q_tiles = packed if packing_pays(packed, plain) else plain
+    kv_len = p.kv_len * p.batch // max(p.num_sequences, 1)
+    wanted = RESIDENT_CTAS // max(q_tiles, 1)
+    return max(min(wanted, kv_len // SPLIT_KEYS), 1)
+
+
+def _q_tiles(problem: Problem, positions: int, units: int) -> int:
+    """Tiles of all sequences and key/value heads, each of which has ``units`` by ``positions``."""
+    p = problem
+    blocks = p.batch * ceil_div(p.q_len, positions)
+    if p.is_packed:
+        blocks = ceil_div(p.batch * p.q_len, positions) + p.num_sequences - p.batch
+    return blocks * p.num_kv_heads * units
+
+
+def _is_empty(problem: Problem) -> bool:
+    return 0 in (problem.batch, problem.num_sequences, problem.q_len, problem.kv_len)
+
+
+def heads_for(
+    problem: Problem, operation: Operation, archs: Iterable[Arch] = ARCHS
+) -> list[tuple[int, int]]:
+    """(D, Dv) of the kernels with heads as large as those of ``problem``; the cheapest first.
+
+    A score takes D multiplications, and Dv more to weigh a value.
+    """
+    every = {heads for arch in archs for heads in arch.kernels(operation).heads}
+    wide = [heads for heads in every if _hold(heads, problem)]
+    return sorted(wide, key=lambda heads: (sum(heads), heads))
+
+
+def _hold(heads: tuple[int, int], problem: Problem) -> bool:
+    return heads[0] >= problem.head_dim and heads[1] >= problem.value_dim
+
+
+def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
+    """Keys, but for the family, of what serves ``problem``, compiled or not; the fastest first."""
+    if problem.dtype not in SHORT_DTYPES or _is_empty(problem):
+        return []
+    has_soft_cap = problem.semantics.soft_cap is not None
+    keys = []
+    for heads in heads_for(problem, operation):
+        mask = mask_class(problem)
+        key = KernelKey("", problem.dtype, *heads, mask, has_soft_cap)
+        if operation == "fwd" and kv_splits(problem) > 1:
+            keys.append(replace(key, mask="general", is_split=True))
+        keys.append(key)
+    return keys
+
+
+def find(
+    problem: Problem,
+    arch: Arch,
+    operation: Operation = "fwd",
+    compiled: Collection[str] = BY_NAME.keys(),
+) -> Variant | None:
+    """The fastest variant that serves ``problem``, of those with a name in ``compiled``."""
+    owner = arch.owner(operation)
+    of_family = [replace(key, arch=owner.target) for key in serving(problem, operation)]
+    found = (Variant(operation, owner.name, key) for key in of_family)
+    return next((variant for variant in found if variant.name in compiled), None)
+
+
+def nearest(
+    problem: Problem,
+    arch: Arch,
+    operation: Operation = "fwd",
+    compiled: Collection[str] = BY_NAME.keys(),
+) -> str:
+    """One or two sentences on why ``find`` gave None: what is compiled, and what would work."""
+    owner = arch.owner(operation).name
+    here = [
+        variant
+        for variant in VARIANTS
+        if variant.name in compiled and (variant.operation, variant.arch) == (operation, owner)
+    ]
+    if not here:
+        return (
+            f"this build holds no {operation} kernels for {arch.name}. Build with the variants "
+            f"'{_prefix(operation, owner)}*'."
+        )
+    if _is_empty(problem):
+        return (
+            f"kernels for {arch.name} take no empty arrays (TMA has none); the batch is "
+            f"{problem.batch}, with {problem.q_len} queries and {problem.kv_len} keys. "
+            f"implementation='xla' takes them."
+        )
+    dtypes = sorted({variant.key.dtype for variant in here})
+    if problem.dtype not in dtypes:
+        return (
+            f"kernels for {arch.name} take {' or '.join(dtypes)}, not {problem.dtype}. "
+            f"Cast query, key and value to {dtypes[0]}."
+        )
+    asked = f"{problem.head_dim}/{problem.value_dim}"
+    wide = [v for v in here if _hold((v.key.head_dim, v.key.value_dim), problem)]
+    if not wide:
+        listed = sorted({(variant.key.head_dim, variant.key.value_dim) for variant in here})
+        known = heads_for(problem, operation, [arch])
+        advice = (
+            f"Build with the variants '{_prefix(operation, owner)}*_{_dims(*known[0])}_*', too."
+            if known
+            else "implementation='xla' takes heads of any size."
+        )
+        return (
+            f"kernels for {arch.name} have D/Dv {', '.join(f'{d}/{dv}' for d, dv in listed)}, none "
+            f"as large as {asked}. {advice}"
+        )
+    cap = " with a soft cap" if problem.semantics.soft_cap is not None else ""
+    same = [variant.name for variant in wide if variant.key.dtype == problem.dtype]
+    return (
+        f"the {mask_class(problem)} mask{cap} is not compiled for {problem.dtype}, "
+        f"D/Dv {asked} or larger on {arch.name}. Compiled: {', '.join(same) or 'none'}."
+    )

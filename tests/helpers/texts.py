@@ -1,0 +1,127 @@
+"""Which compiled variants are one text for several targets: emulating it once serves them all.
+
+The emulator executes PTX and takes no notice of ``.target``. Where the text for two targets
+differs in nothing but that line and the names of kernels, and the host code of both launches it
+alike, a run of one is a run of the other. For sm110 the compiler orders some loads of short kernels
+otherwise than for sm100 (DSL 4.8.1); such variants are emulated for themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from helpers.cases import Case
+from helpers.harness import data
+from jax_fa import _jax_fa
+from jax_fa.aot import compare
+from jax_fa.aot.compare import first_difference as first_difference
+from jax_fa.runtime import bindings
+from jax_fa.runtime.dispatch import Emulation
+from jax_fa.runtime.emulation import Call
+from jax_fa.spec.arch import Operation
+from jax_fa.spec.problem import Problem
+from jax_fa.spec.variants import BY_NAME, Variant
+
+SAVED = ("out", "lse", "dout", "dlse")
+"""What a backward is given beside the operands."""
+
+
+def without_names(ptx: str) -> str:
+    """PTX with numbers for the names of its kernels, which spell the target, and any target."""
+    return re.sub(r"^\.target .*$", ".target", compare.without_names(ptx), flags=re.M)
+
+
+def text(name: str) -> str:
+    """``without_names`` of the installed PTX of a variant."""
+    path = Path(_jax_fa.__file__).parent / "ptx" / f"{name}.ptx.xz"
+    return without_names(lzma.decompress(path.read_bytes()).decode())
+
+
+def kernels(ptx: str) -> list[str]:
+    """The text of each kernel, the first with what comes before it."""
+    first, *others = re.split(r"^(?=\.visible \.entry)", ptx, flags=re.M)
+    return [first + "".join(others[:1]), *others[1:]]
+
+
+def siblings(name: str) -> str:
+    """The name of a variant with * for its target."""
+    operation, _, rest = name.split("_", 2)
+    return f"{operation}_*_{rest}"
+
+
+@cache
+def _first_of_text() -> dict[str, str]:
+    found: dict[tuple[str, str], str] = {}
+    first = {}
+    for name in sorted(bindings.compiled() & BY_NAME.keys()):
+        digest = hashlib.sha256(text(name).encode()).hexdigest()
+        first[name] = found.setdefault((siblings(name), digest), name)
+    return first
+
+
+def proxy(variant: Variant) -> Variant:
+    """The variant whose runs count for ``variant``: the first compiled one of the same text."""
+    return BY_NAME[_first_of_text()[variant.name]]
+
+
+def is_distinct(variant: Variant) -> bool:
+    """True if no other compiled variant runs in place of this one."""
+    return proxy(variant) == variant
+
+
+def _recorded(operation: Operation, arch: str, case: Case, dtype: str) -> dict[str, Any]:
+    """The launches of a case for ``arch``, all arrays at addresses that depend on nothing."""
+    operands = data(case, dtype).operands
+    call = Call(operation, Problem.of(operands, case.semantics), Emulation(arch)).padded
+    given = [name for name, x in operands._asdict().items() if x is not None]
+    names = [*given, *(SAVED if operation == "bwd" else ()), *call.results, *call.scratch]
+    addresses = {name: place << 20 for place, name in enumerate(dict.fromkeys(names), 1)}
+    return bindings.record(operation, call.problem, call.settings, {**addresses, **call.fields})
+
+
+@cache
+def _bytes_read(name: str, sha256: str) -> dict[str, frozenset[int]]:
+    """Which bytes of its parameters a variant's kernels read; padding between fields is noise.
+
+    Of a TMA descriptor, which is passed on by its address, the first half: the rest is unused.
+    """
+    ptx = bindings.ptx(name, sha256)
+    found: dict[str, set[int]] = {}
+    loads = r"ld\.param(?:\.v(\d))?\.[bfsu](\d+)[^\[;]*\[([\w$]+)(?:\+(\d+))?\]"
+    for count, bits, param, offset in re.findall(loads, ptx):
+        first, size = int(offset or 0), int(count or 1) * int(bits) // 8
+        found.setdefault(param, set()).update(range(first, first + size))
+    for param in re.findall(r"\.param \.align 64 \.b8 ([\w$]+)\[128\]", ptx):
+        found[param] = set(range(64))
+    return {param: frozenset(read) for param, read in found.items()}
+
+
+def _as_read(launch: dict[str, Any], read: dict[str, frozenset[int]]) -> dict[str, Any]:
+    """A launch without its kernel's name and without what the kernel does not read."""
+    params = []
+    for number, param in enumerate(launch["params"]):
+        places = sorted(read.get(f"{launch['kernel']}_param_{number}", ()))
+        params.append(bytes(param[place] for place in places))
+    return {**launch, "kernel": None, "params": params}
+
+
+@cache
+def _difference(name: str, sha256: str, other: str, other_sha256: str) -> str:
+    one, another = bindings.ptx(name, sha256), bindings.ptx(other, other_sha256)
+    return first_difference(without_names(one), without_names(another))
+
+
+def assert_launched_like_proxy(variant: Variant, case: Case) -> None:
+    """``variant`` has the text of its proxy, and makes the same launches for ``case``."""
+    other = proxy(variant)
+    mine, its = (_recorded(v.operation, v.arch, case, v.key.dtype) for v in (variant, other))
+    assert (mine["variant"], its["variant"]) == (variant.name, other.name)
+    of_mine, of_its = ((each["variant"], each["ptx_sha256"]) for each in (mine, its))
+    assert not _difference(*of_mine, *of_its)
+    for launch, its_launch in zip(mine["launches"], its["launches"], strict=True):
+        assert _as_read(launch, _bytes_read(*of_mine)) == _as_read(its_launch, _bytes_read(*of_its))

@@ -1,0 +1,175 @@
+"""Dense masks in kernels: single faults that the shared cases have to notice."""
+
+from dataclasses import replace
+
+import pytest
+from helpers.cases import BY_NAME, Case, Dense, make
+from helpers.oracle import assert_close, tolerance
+from helpers.recording import build, needs_compiler, needs_dsl, prebuilt
+from test_sm100_backward import call
+from test_split_keys import run
+
+from jax_fa.spec.config import choose_backward, choose_forward
+from jax_fa.spec.key import KernelKey
+
+pytestmark = [
+    needs_dsl,
+    needs_compiler,
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # of the DSL, within the DSL
+]
+
+HOPPER = KernelKey("sm_90a", "bfloat16", 64, 64, "general")
+BLACKWELL = replace(HOPPER, arch="sm_100f")
+BY_HEAD = Case(
+    "by_head", 2, q_len=90, kv_len=150, heads=6, kv_heads=2, dense=Dense("random", "BNTS")
+)
+WINDOW, BLOCKS = BY_NAME["mask_window"], BY_NAME["mask_blocks"]
+HALVES = Case("halves", q_len=300, kv_len=200, heads=4, kv_heads=2, dense=Dense("halves", "NTS"))
+"""Of two heads that share keys, one is shown to the first half of the rows, one to the second."""
+
+
+@pytest.fixture(scope="module")
+def faultless(tmp_path_factory):
+    """Both kernels without a fault, by the name of their module."""
+    return {
+        name: prebuilt(tmp_path_factory.mktemp(name), name, key, choose(key))
+        for name, key, choose in (
+            ("sm90.fwd", HOPPER, choose_forward),
+            ("sm90.bwd", HOPPER, choose_backward),
+            ("sm100.bwd", BLACKWELL, choose_backward),
+        )
+    }
+
+
+def check(module, built, case):
+    """Asserts that a kernel is right in a case."""
+    if module.endswith("bwd"):
+        got, wanted, *_ = call(built, case)
+        assert_close(got, wanted, "bfloat16")
+        return
+    operands = make(case, "bfloat16").operands
+    got = run(built, operands, case.semantics, num_splits=1, seed=1)
+    assert_close(got, tolerance(operands, case.semantics), "bfloat16")
+
+
+def every_head_is_the_first(dense_mask, _):
+    """A stride of 0 over heads."""
+    right = dense_mask.of_head
+    return {"of_head": lambda mask, batch, head: right(mask, batch, head * 0)}
+
+
+def batches_are_a_head_apart(dense_mask, _):
+    """The stride over batches is that over heads."""
+    least = dense_mask.cutlass.min
+
+    def wrong(mask, batch, head):
+        return least(batch, mask.batch - 1) + least(head, mask.heads - 1)
+
+    return {"of_head": wrong}
+
+
+def rows_are_one_further(dense_mask, _):
+    """The row below."""
+    right = dense_mask.row_of
+    return {"row_of": lambda mask, batch, head, row: right(mask, batch, head, row + 1)}
+
+
+def words_are_one_further(dense_mask, _):
+    """The next 32 keys."""
+    right = dense_mask.word_of
+    return {"word_of": lambda mask, row, number: right(mask, row, number + 1)}
+
+
+def nothing_is_masked(dense_mask, _):
+    """Blocks that show something pass for blocks that hide nothing."""
+    return {"hides": lambda found, block: dense_mask.Boolean(False)}
+
+
+def rows_of_the_map_are_one_further(dense_mask, _):
+    """A tile further down."""
+    right, stretch = dense_mask.look, dense_mask.Stretch
+
+    def wrong(mask, heads, rows, keys, max_rows):
+        return right(mask, heads, stretch(rows.start + 128, rows.end + 128), keys, max_rows)
+
+    return {"look": wrong}
+
+
+def cells_of_the_map_are_one_further(dense_mask, _):
+    """A tile further to the right."""
+    right, stretch = dense_mask.look, dense_mask.Stretch
+
+    def wrong(mask, heads, rows, keys, max_rows):
+        return right(mask, heads, rows, stretch(keys.start + 128, keys.end + 128), max_rows)
+
+    return {"look": wrong}
+
+
+def a_block_is_left_out(dense_mask, _):
+    """Below a block comes the one after the next."""
+    right = dense_mask.last_shown
+    return {"last_shown": lambda found, block: right(found, block - 1)}
+
+
+def the_last_block_is_left_out(dense_mask, _):
+    """One step too few."""
+    right, most = dense_mask.count_shown, dense_mask.cutlass.max
+    return {"count_shown": lambda found, start, end: most(right(found, start, end) - 1, 1)}
+
+
+def one_head_stands_for_a_group(_, columns):
+    """The rows that the other heads of a group show are left out."""
+    return {"read_heads": lambda mask, heads: heads._replace(end=heads.first + 1)}
+
+
+FAULTS = [
+    ("sm90.fwd", BY_HEAD, every_head_is_the_first),
+    ("sm90.fwd", BY_HEAD, batches_are_a_head_apart),
+    ("sm90.fwd", BY_HEAD, words_are_one_further),
+    ("sm90.fwd", WINDOW, nothing_is_masked),
+    ("sm90.fwd", WINDOW, rows_of_the_map_are_one_further),
+    ("sm90.fwd", BLOCKS, a_block_is_left_out),
+    ("sm90.bwd", BY_HEAD, rows_are_one_further),
+    ("sm100.bwd", BY_HEAD, words_are_one_further),
+    ("sm100.bwd", WINDOW, cells_of_the_map_are_one_further),
+    ("sm100.bwd", BLOCKS, the_last_block_is_left_out),
+    ("sm100.bwd", HALVES, one_head_stands_for_a_group),
+]
+
+
+@pytest.mark.parametrize("module", ["sm90.fwd", "sm90.bwd", "sm100.bwd"])
+@pytest.mark.parametrize("case", [BY_HEAD, WINDOW, HALVES, BLOCKS], ids=str)
+def test_kernels_without_a_fault_are_right(faultless, module, case):
+    check(module, faultless[module], case)
+
+
+@pytest.mark.parametrize("module", ["sm90.fwd", "sm100.bwd"])
+def test_a_bit_of_a_long_list_stands_for_several_blocks(tmp_path, monkeypatch, module):
+    from jax_fa.kernels import dense_mask
+
+    monkeypatch.setattr(dense_mask, "LIST_BLOCKS", 3)
+    key, choose = (
+        (BLACKWELL, choose_backward) if module.startswith("sm100") else (HOPPER, choose_forward)
+    )
+    built = build(tmp_path, module, key, choose(key))
+    for case in (BLOCKS, WINDOW):
+        check(module, built, case)
+
+
+@pytest.mark.parametrize(
+    ("module", "case", "fault"), FAULTS, ids=[f"{x[0]}-{x[2].__name__}" for x in FAULTS]
+)
+def test_a_fault_is_noticed(tmp_path, monkeypatch, module, case, fault):
+    from jax_fa.kernels import dense_mask, dense_mask_columns
+
+    for name, wrong in fault(dense_mask, dense_mask_columns).items():
+        for home in (dense_mask, dense_mask_columns):
+            if hasattr(home, name):
+                monkeypatch.setattr(home, name, wrong)
+    key, choose = (
+        (BLACKWELL if module.startswith("sm100") else HOPPER),
+        (choose_backward if module.endswith("bwd") else choose_forward),
+    )
+    built = build(tmp_path, module, key, choose(key))
+    with pytest.raises(AssertionError, match="error"):
+        check(module, built, case)

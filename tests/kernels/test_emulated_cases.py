@@ -1,0 +1,110 @@
+"""The shared cases on the compiled GPU kernels, in the emulator; all architectures of the build.
+
+A kernel that several architectures share runs once, and so does one that is one text for several
+targets; the launches of the others are compared with its own (``texts.py``).
+"""
+
+import pytest
+from helpers.cases import CASES
+from helpers.harness import attend, data, run, wanted
+from helpers.oracle import Results, assert_close
+from helpers.texts import assert_launched_like_proxy, proxy
+
+from jax_fa.runtime import bindings
+from jax_fa.runtime.dispatch import Emulation
+from jax_fa.spec.arch import ARCHS, OPERATIONS, arch_named
+from jax_fa.spec.problem import Problem
+from jax_fa.spec.variants import BY_NAME, SHORT_DTYPES, find
+
+COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled()) if name in BY_NAME]
+
+UNSERVED = {"scale_negative", "scale_zero"}
+"""Cases that no GPU kernel takes."""
+
+FLOAT16_GRADIENTS = 3
+"""One case in so many has its float16 gradients emulated, for want of minutes: the kernels are
+those of bfloat16 but for conversions, and test_schedules.py runs every one of them."""
+
+if not COMPILED:
+    pytest.skip("this build holds no GPU kernels", allow_module_level=True)
+
+
+def is_complete(arch, operation, dtype):
+    """Whether this build holds all variants of an operation; samples are for other tests."""
+    owner = arch_named(arch).owner(operation).name
+
+    def those(variants):
+        return {
+            v for v in variants if (v.arch, v.operation, v.key.dtype) == (owner, operation, dtype)
+        }
+
+    return those(COMPILED) == those(BY_NAME.values()) != set()
+
+
+PLACES = [
+    (arch, dtype)
+    for arch in ARCHS
+    for dtype in SHORT_DTYPES
+    if is_complete(arch.name, "fwd", dtype)
+]
+
+
+def order(run):
+    """Runs of one kernel come together, in all architectures, so that it is decoded once."""
+    arch, dtype, case = run
+    chosen = find(Problem.of(data(case, dtype).operands, case.semantics), arch)
+    kernel = "" if chosen is None else chosen.name.replace(arch.name, "")
+    return dtype, kernel, CASES.index(case), arch.name
+
+
+RUNS = sorted(((*place, case) for place in PLACES for case in CASES), key=order)
+
+
+def is_served(case, arch, operation):
+    largest = max(arch.kernels(operation).heads)
+    return case.name not in UNSERVED and max(case.head_dim, case.out_dim) <= min(largest)
+
+
+def has_gradients(case, arch, dtype):
+    """Whether the backward is part of the case."""
+    is_chosen = dtype == "bfloat16" or CASES.index(case) % FLOAT16_GRADIENTS == 0
+    return is_chosen and is_served(case, arch, "bwd") and is_complete(arch.name, "bwd", dtype)
+
+
+def is_run_elsewhere(kernel, arch):
+    """Whether another architecture's run of all cases is a run of this kernel of ``arch``."""
+    other = proxy(kernel).arch
+    needed = {"fwd", kernel.operation}
+    return other != arch.name and all(is_complete(other, x, kernel.key.dtype) for x in needed)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "case"),
+    RUNS,
+    ids=[f"{case}-{arch.name}-{dtype}" for arch, dtype, case in RUNS],
+)
+def test_case_keeps_the_tolerance_rule_or_is_refused(arch, dtype, case):
+    """Each case has a schedule of its own; NaN in the results would be memory left unwritten."""
+    emulation = Emulation(arch.name, seed=CASES.index(case))
+    given = data(case, dtype)
+    if not is_served(case, arch, "fwd"):
+        with pytest.raises(NotImplementedError, match="does not serve this problem"):
+            attend(case, given, emulation)
+        return
+    kernels = [
+        find(Problem.of(given.operands, case.semantics), arch, operation, bindings.compiled())
+        for operation in OPERATIONS
+        if operation == "fwd" or has_gradients(case, arch, dtype)
+    ]
+    to_run = [kernel.operation for kernel in kernels if not is_run_elsewhere(kernel, arch)]
+    for kernel in kernels:
+        if kernel.operation not in to_run:
+            assert_launched_like_proxy(kernel, case)
+    if "bwd" in to_run:
+        assert_close(run(case, given, emulation), wanted(case, dtype), dtype)
+    elif "fwd" in to_run:
+        out, lse = attend(case, given, emulation)
+        assert_close(Results(out, lse), wanted(case, dtype), dtype)
+    if not is_served(case, arch, "bwd"):
+        with pytest.raises(NotImplementedError, match="does not serve this problem"):
+            run(case, given, emulation)

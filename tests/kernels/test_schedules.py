@@ -1,0 +1,155 @@
+"""Every compiled variant under several schedules: no fault, right results, forward bits alike.
+
+One that is the text of another for another target is run as that one (``texts.py``).
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.cases import Case
+from helpers.harness import data, inputs_for, wanted
+from helpers.oracle import Results, assert_close
+from helpers.texts import assert_launched_like_proxy, is_distinct, proxy
+
+from jax_fa.runtime import bindings
+from jax_fa.runtime.dispatch import Emulation
+from jax_fa.runtime.emulation import Call, execute
+from jax_fa.spec import variants
+from jax_fa.spec.arch import arch_named
+from jax_fa.spec.config import choose_backward
+from jax_fa.spec.problem import Problem
+from jax_fa.spec.variants import BY_NAME, find
+
+COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled()) if name in BY_NAME]
+DISTINCT = [variant for variant in COMPILED if is_distinct(variant)]
+SEEDS = range(2)
+
+# Two query tiles and two key blocks, the second of each partly used, on one multiprocessor.
+LENGTHS = 150, 200
+# Of a pair's blocks of 256 keys two, and three query tiles: statistics have room for two.
+LENGTHS_OF_PAIR = 300, 300
+MASKS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "general": {"window": (150, 20)},
+}
+
+if not COMPILED:
+    pytest.skip("this build holds no GPU kernels", allow_module_level=True)
+
+
+def case_for(variant):
+    key = variant.key
+    if key.is_split:
+        # As many keys as it takes for two parts.
+        return Case(
+            "schedules of split keys",
+            q_len=2,
+            kv_len=2 * variants.SPLIT_KEYS,
+            heads=1,
+            kv_heads=1,
+            head_dim=key.head_dim,
+            value_dim=key.value_dim,
+            kv_lengths=(2 * variants.SPLIT_KEYS - 10,),
+        )
+    is_pair = variant.operation == "bwd" and getattr(choose_backward(key), "ctas", 1) == 2
+    q_len, kv_len = LENGTHS_OF_PAIR if is_pair else LENGTHS
+    return Case(
+        f"schedules of {key.mask}",
+        q_len=q_len,
+        kv_len=kv_len,
+        heads=1,
+        kv_heads=1,
+        head_dim=key.head_dim,
+        value_dim=key.value_dim,
+        soft_cap=5.0 if key.has_soft_cap else None,
+        kv_lengths=(kv_len - 10,) if key.mask == "general" else None,
+        **MASKS[key.mask],
+    )
+
+
+def problem_for(variant):
+    """One that ``variant`` is chosen for."""
+    case = case_for(variant)
+    problem = Problem.of(data(case, variant.key.dtype).operands, case.semantics)
+    arch = arch_named(variant.arch)
+    assert find(problem, arch, variant.operation, bindings.compiled()) == variant
+    return problem
+
+
+def siblings_before(variant):
+    """How many variants of the same roles come before this one: of its operation, GPU and heads."""
+    key = variant.key
+    kind = (variant.operation, variant.arch, key.head_dim, key.value_dim)
+    return sum(
+        kind == (v.operation, v.arch, v.key.head_dim, v.key.value_dim)
+        for v in DISTINCT[: DISTINCT.index(variant)]
+    )
+
+
+def slow_schedules(variant, report):
+    """Eager ones in which a role, another role, and the operations of a line lag behind.
+
+    ``report`` on the main kernel of some run tells them. The variants of a kernel take turns, so
+    that each of its roles, six at most, lags behind in some of them.
+    """
+    turn = siblings_before(variant)
+    roles, lines = list(report.roles()), sorted(report.issued)
+    eager = Emulation(variant.arch, completion="eager", num_sms=1)
+    for number in (2 * turn, 2 * turn + 1):
+        role = roles[number % len(roles)]
+        yield replace(eager, starved=role[number // len(roles) % len(role)])
+    yield replace(eager, held=lines[5 * turn % len(lines)])
+
+
+@pytest.mark.parametrize("variant", DISTINCT, ids=lambda variant: variant.name)
+def test_variant_is_right_under_every_schedule(variant):
+    case = case_for(variant)
+    dtype = variant.key.dtype
+    problem = problem_for(variant)
+    inputs = inputs_for(variant, case)
+
+    def run(settings):
+        results, reports = execute(Call(variant.operation, problem, settings), inputs)
+        assert not any(report.findings for report in reports)
+        got = Results(**{**dict.fromkeys(Results._fields), **results})
+        assert_close(got, wanted(case, dtype), dtype, str(settings))
+        return results, max(reports, key=lambda report: report.issued.total())
+
+    seeded = [Emulation(variant.arch, seed=seed, num_sms=1) for seed in SEEDS]
+    first, report = run(seeded[0])
+    for settings in (*seeded[1:], *slow_schedules(variant, report)):
+        results, _ = run(settings)
+        if variant.operation == "fwd":
+            for name, value in results.items():
+                np.testing.assert_array_equal(value, first[name], f"{name}, {settings}")
+
+
+def test_variants_of_the_same_text_are_launched_alike():
+    for variant in COMPILED:
+        problem_for(variant)
+        if not is_distinct(variant):
+            assert proxy(variant).arch != variant.arch
+            assert_launched_like_proxy(variant, case_for(variant))
+
+
+@pytest.mark.parametrize("change", ["grid", "params"])
+def test_a_launch_that_differs_is_noticed(change, monkeypatch):
+    same = [variant for variant in COMPILED if not is_distinct(variant)]
+    if not same:
+        pytest.skip("this build holds no kernel that is the same text for two targets")
+
+    def record(operation, problem, settings, addresses, real=bindings.record):
+        recorded = real(operation, problem, settings, addresses)
+        launch = recorded["launches"][0]
+        if settings.arch == same[0].arch and change == "grid":
+            launch["grid"] = tuple(extent + 1 for extent in launch["grid"])
+        elif settings.arch == same[0].arch:
+            launch["params"] = [bytes(byte ^ 1 for byte in param) for param in launch["params"]]
+        return recorded
+
+    assert_launched_like_proxy(same[0], case_for(same[0]))
+    monkeypatch.setattr(bindings, "record", record)
+    with pytest.raises(AssertionError):
+        assert_launched_like_proxy(same[0], case_for(same[0]))
