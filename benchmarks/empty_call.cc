@@ -1,4 +1,5 @@
-// An XLA FFI handler that does nothing: what any custom call costs (launch.py).
+// An XLA FFI handler that does nothing, of any operands, results and attributes: what any custom
+// call of so many costs (launch.py).
 
 #include "xla/ffi/api/ffi.h"
 
@@ -6,10 +7,12 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-ffi::Error DoNothing(ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
+ffi::Error DoNothing(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
+  return ffi::Error::Success();
+}
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(EmptyCall, DoNothing,
-                              ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs(),
                               {ffi::Traits::kCmdBufferCompatible});

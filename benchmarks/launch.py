@@ -1,8 +1,10 @@
 """``python -m benchmarks.launch``: what starting up and calling costs, beside an empty custom call.
 
 Compiles ``empty_call.cc`` (needs a C++ compiler). Prints, for a small attention, its gradient and
-the empty call, each in a process of its own: seconds to import jax_fa after jax, seconds to the
-first result after that, and microseconds of a later call, medians over all but the first tenth.
+an empty call of as many operands, results and attributes as a forward: seconds to import jax_fa
+after jax and seconds to the first result after that, each in a process of its own; and microseconds
+of a later call, waited for and in a row of calls that are waited for together, medians, in turns in
+one process.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_CALLS = 2000
+_CALLED = ("empty call", "attention", "gradient")
+_ROUNDS = 100
+_IN_A_ROW = 20
 _SHAPE = (1, 128, 2, 64)
 
 
@@ -40,11 +44,19 @@ def _empty(library: str) -> Callable[..., Any]:
     platform = "CUDA" if jax.default_backend() == "gpu" else "cpu"
     jax.ffi.register_ffi_target("empty_call", capsule, platform=platform)
 
+    from jax_fa.spec import schema
+
+    absent = [np.zeros(0, np.int32)] * (len(schema.OPERANDS) - 3)
+    zeros = {"float32": np.float32(0), "int32": np.int32(0), "bool": False, "string": ""}
+    attributes = {x.name: zeros[x.kind] for x in schema.ATTRIBUTES if x.of}
+
     def call(x: jax.Array) -> jax.Array:
-        result: jax.Array = jax.ffi.ffi_call("empty_call", jax.ShapeDtypeStruct(x.shape, x.dtype))(
-            x
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        lse = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+        results: list[jax.Array] = jax.ffi.ffi_call("empty_call", [out, lse])(
+            x, x, x, *absent, **attributes
         )
-        return result
+        return results[0]
 
     return call
 
@@ -59,24 +71,45 @@ def _gradient(x: jax.Array) -> jax.Array:
     return jax.grad(lambda x: _attention(x).astype(jnp.float32).sum())(x)
 
 
-def measure(what: str, library: str) -> dict[str, float]:
-    """Seconds to import, to the first result, and of a later call, in this process."""
-    x = jax.block_until_ready(jnp.ones(_SHAPE, jnp.bfloat16))
+def _compiled(what: str, library: str) -> Callable[..., Any]:
+    """What is timed, compiled and called once."""
+    function = {"attention": _attention, "gradient": _gradient}.get(what) or _empty(library)
+    compiled = jax.jit(function)
+    jax.block_until_ready(compiled(jnp.ones(_SHAPE, jnp.bfloat16)))
+    return compiled
+
+
+def measure_start(what: str, library: str) -> dict[str, float]:
+    """Seconds to import and to the first result, in this process."""
+    jax.block_until_ready(jnp.ones(_SHAPE, jnp.bfloat16))
     start = time.perf_counter()
     import jax_fa  # noqa: F401 - timed
 
     imported = time.perf_counter()
-    function = {"attention": _attention, "gradient": _gradient, "empty call": _empty(library)}[what]
-    compiled = jax.jit(function)
-    jax.block_until_ready(compiled(x))
-    first = time.perf_counter()
-    taken = []
-    for _ in range(_CALLS):
-        before = time.perf_counter()
-        jax.block_until_ready(compiled(x))
-        taken.append(time.perf_counter() - before)
-    later = float(np.median(taken[_CALLS // 10 :]))
-    return {"import": imported - start, "first": first - imported, "later": later}
+    _compiled(what, library)
+    return {"import": imported - start, "first": time.perf_counter() - imported}
+
+
+def measure_calls(library: str) -> dict[str, dict[str, float]]:
+    """Seconds of a call, waited for and in a row of calls, in turns in this process."""
+    x = jnp.ones(_SHAPE, jnp.bfloat16)
+    calls = {what: _compiled(what, library) for what in _CALLED}
+    waited, in_a_row = ({what: [] for what in _CALLED} for _ in range(2))
+    for _ in range(_ROUNDS):
+        for what, call in calls.items():
+            for _ in range(_IN_A_ROW):
+                before = time.perf_counter()
+                jax.block_until_ready(call(x))
+                waited[what].append(time.perf_counter() - before)
+            before = time.perf_counter()
+            results = [call(x) for _ in range(_IN_A_ROW)]
+            in_a_row[what].append((time.perf_counter() - before) / _IN_A_ROW)
+            jax.block_until_ready(results)
+    kinds = {"waited": waited, "in a row": in_a_row}
+    return {
+        what: {kind: float(np.median(times[what])) for kind, times in kinds.items()}
+        for what in _CALLED
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,18 +118,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--measure", nargs=2, metavar=("WHAT", "LIBRARY"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.measure:
-        print(json.dumps(measure(*args.measure)))
+        what, library = args.measure
+        measured = measure_calls(library) if what == "calls" else measure_start(what, library)
+        print(json.dumps(measured))
         return 0
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         library = str(compile_empty_call(Path(folder)))
-        for what in ("empty call", "attention", "gradient"):
+        for what in (*_CALLED, "calls"):
             command = [sys.executable, "-m", "benchmarks.launch", "--measure", what, library]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             results[what] = json.loads(done.stdout)
-    print("| | import s | first result s | later call us |\n| --- | ---: | ---: | ---: |")
+    calls = results.pop("calls")
+    print(
+        "| | import s | first result s | call us | call in a row us |\n"
+        "| --- | ---: | ---: | ---: | ---: |"
+    )
     for what, row in results.items():
-        print(f"| {what} | {row['import']:.3f} | {row['first']:.3f} | {1e6 * row['later']:.1f} |")
+        times = " | ".join(f"{1e6 * calls[what][kind]:.1f}" for kind in ("waited", "in a row"))
+        print(f"| {what} | {row['import']:.3f} | {row['first']:.3f} | {times} |")
     empty = results["empty call"]["first"]
     return int(max(row["import"] + row["first"] for row in results.values()) - empty > 1)
 

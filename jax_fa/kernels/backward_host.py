@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr
 from jax_fa.kernels import backward_rows, backward_work, primitives, softmax, tiles
 from jax_fa.kernels.dense_mask import DenseMask
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
-from jax_fa.spec import division
+from jax_fa.spec import backward_division
 from jax_fa.spec.band import ceil_div
 
 
@@ -209,7 +209,7 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
         scratch = backward_rows.make_scratch(
             dq_sum, row_stats, dkv_sums, turns, queries, num_sequences, key.head_dim
         )
-        num_tiles = division.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
+        num_tiles = backward_division.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
         group = num_q_heads // num_kv_heads
         extents = (mask_batch, mask_heads, mask_rows, mask_width)
         mask = DenseMask(mask_words, mask_map, *extents)
@@ -229,7 +229,7 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
             window_right=window_right,
             bottom_right=bottom_right,
             group=group,
-            splits=division.head_splits(num_tiles, group, tiles.EXTREMES),
+            splits=backward_division.head_splits(num_tiles, group, tiles.EXTREMES),
             scale=scale,
             score_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
             cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),

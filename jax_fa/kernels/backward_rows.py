@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import edges, fragments, primitives, softmax, tiles
-from jax_fa.spec import division
+from jax_fa.spec import backward_division
 from jax_fa.spec.band import ceil_div
 
 PREPARE_THREADS = 128
@@ -89,11 +89,11 @@ def make_scratch(
     head_dim: int,
 ) -> Scratch:
     """Views of scratch."""
-    rows = division.scratch_rows(queries.batch, num_sequences, queries.length)
+    rows = backward_division.scratch_rows(queries.batch, num_sequences, queries.length)
     num_q_heads = queries.heads
     fours = rows.to(Int64) * (head_dim // FLOATS)
     stats = cute.make_layout((rows, num_q_heads), stride=(1, rows.to(Int64)))
-    blocks = rows // division.TURN_ROWS
+    blocks = rows // backward_division.TURN_ROWS
     return Scratch(
         cute.make_tensor(
             dq_sum,
@@ -115,6 +115,27 @@ def vector_at(dtype: type, address: Int64, size_bytes: int) -> cute.Tensor:
 def address_of(tensor: cute.Tensor) -> Int64:
     """Address of the first element."""
     return tensor.iterator.toint()
+
+
+@cute.jit
+def gather_columns(words: list, width: cutlass.Constexpr[int]) -> list:
+    """Transposes ``width`` words across the ``width`` neighbouring lanes of a quad.
+
+    Word i of a lane is its pair of columns in column group i of a row. Afterwards the lane holds
+    the words of group ``lane % width``, in the order of columns.
+    """
+    lane = cute.arch.lane_idx()
+    step = 1
+    while const_expr(step < width):
+        is_high = (lane & step) != 0
+        for i in cutlass.range_constexpr(width):
+            if const_expr(i & step == 0):
+                low, high = words[i], words[i | step]
+                received = cute.arch.shuffle_sync_bfly(low if is_high else high, offset=step)
+                words[i] = received if is_high else low
+                words[i | step] = high if is_high else received
+        step = step * 2
+    return words
 
 
 @cute.jit
@@ -142,7 +163,7 @@ def store_rows(
         address = address_of(rows[row, None]) + thread % width * 16 + thread % 4 // width * 8
         for group in cutlass.range_constexpr(0, groups, width):
             own = [words[r, group + i] for i in range(width)]
-            gathered = fragments.gather_columns(own, width)
+            gathered = gather_columns(own, width)
             if row < num_rows:
                 target = vector_at(Int32, address + group * 16, 4 * width)
                 for i in cutlass.range_constexpr(width):

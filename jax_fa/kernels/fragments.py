@@ -6,7 +6,6 @@ Fragments follow the accumulator of ``wgmma.m64nNk16``: thread ``t`` of a warpgr
 operand of the next product wants its 16-column slabs in that very order, so P never moves.
 """
 
-import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -71,24 +70,3 @@ def row_in_tile(thread: Int32) -> Int32:
 def first_column(thread: Int32) -> Int32:
     """Column of element 0 of ``by_row`` in the tile."""
     return thread % 4 * 2
-
-
-@cute.jit
-def gather_columns(words: list, width: cutlass.Constexpr[int]) -> list:
-    """Transposes ``width`` words across the ``width`` neighbouring lanes of a quad.
-
-    Word i of a lane is its pair of columns in column group i of a row. Afterwards the lane holds
-    the words of group ``lane % width``, in the order of columns.
-    """
-    lane = cute.arch.lane_idx()
-    step = 1
-    while cutlass.const_expr(step < width):
-        is_high = (lane & step) != 0
-        for i in cutlass.range_constexpr(width):
-            if cutlass.const_expr(i & step == 0):
-                low, high = words[i], words[i | step]
-                received = cute.arch.shuffle_sync_bfly(low if is_high else high, offset=step)
-                words[i] = received if is_high else low
-                words[i | step] = high if is_high else received
-        step = step * 2
-    return words

@@ -130,20 +130,3 @@ def copy_zero_filled(
     cute.arch.mbarrier_wait(detour.barrier, detour.phase)
     primitives.zero_fill_rows(tile, num_used)
     return size_bytes
-
-
-@cute.jit
-def load_statistic(
-    statistic: cute.Tensor, ring: cute.Tensor, head: Int32, first: Int32, slot: Any
-) -> None:
-    """Starts the load of one float per row of a block, from row ``first`` of a head on.
-
-    Args:
-        statistic: (rows, heads) in global memory.
-        ring: (rows of a block, stages) in shared memory.
-        head: query head.
-        first: row of the block's first query.
-        slot: stage of the ring; counts the bytes.
-    """
-    source = cute.domain_offset((first,), statistic[None, head])
-    primitives.bulk_load(source, ring[None, slot.index], slot.barrier)

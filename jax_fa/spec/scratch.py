@@ -1,6 +1,6 @@
 """Memory that GPU kernels take beside operands and results: how much, for one call.
 
-The arithmetic is that of ``spec/division.py``, on ints here and on the names of C++ fields in
+The arithmetic is that of ``backward_division.py``, on ints here and on the names of C++ fields in
 ``schema_cpp``, so that C++ checks what Python allocates.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from jax_fa.spec import division, schema
+from jax_fa.spec import backward_division, schema
 from jax_fa.spec.band import OF_INTS, Extremes
 from jax_fa.spec.problem import Problem
 
@@ -36,17 +36,17 @@ def extents(
 ) -> dict[str, Any]:
     """Extents of the letters that only scratch has, given those of ``schema.extents``."""
     x = given
-    rows = on.named("rows", division.scratch_rows(x["B"], x["M"], x["T"]))
-    tiles = division.kv_tiles(x["B"], x["M"], x["S"]) * x["K"]
+    rows = on.named("rows", backward_division.scratch_rows(x["B"], x["M"], x["T"]))
+    tiles = backward_division.kv_tiles(x["B"], x["M"], x["S"]) * x["K"]
     group = x["N"] // x["K"]
-    parts = division.head_splits(tiles, group, on.extremes)
+    parts = backward_division.head_splits(tiles, group, on.extremes)
     parts = on.named("parts", parts)
     return {
         "P": on.select(num_splits > 1, num_splits, 0),
         "R": rows,
         "H": on.select(parts > 1, parts, 0),
         "E": x["B"] * x["S"] * x["K"] * (x["D"] + x["Dv"]),
-        "U": on.select(deterministic, rows // division.TURN_ROWS, 0),
+        "U": on.select(deterministic, rows // backward_division.TURN_ROWS, 0),
     }
 
 

@@ -23,7 +23,7 @@ from jax_fa.kernels.edges import (
 )
 from jax_fa.kernels.sm100 import plan_bwd
 from jax_fa.kernels.sm100.plan import FIRST_PAGE_BYTES
-from jax_fa.spec import abi, division, schema
+from jax_fa.spec import abi, backward_division, schema
 from jax_fa.spec.arch import ARCHS
 from jax_fa.spec.config import choose_backward
 from jax_fa.spec.key import MASK_CLASSES, KernelKey
@@ -137,9 +137,9 @@ def scratch_for(operands, num_sequences, deterministic):
         operands.q.shape,
         operands.k.shape,
     )
-    rows = division.scratch_rows(batch, num_sequences, q_len)
-    tiles = division.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
-    splits = division.head_splits(tiles, num_heads // num_kv_heads)
+    rows = backward_division.scratch_rows(batch, num_sequences, q_len)
+    tiles = backward_division.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
+    splits = backward_division.head_splits(tiles, num_heads // num_kv_heads)
     sums = (splits, operands.k.size + operands.v.size)
     scratch: dict[str, tuple[int, ...]] = {
         "dq_sum": (num_heads, rows, head_dim),
@@ -148,7 +148,7 @@ def scratch_for(operands, num_sequences, deterministic):
     scratch |= {"dkv_sums": sums} if splits > 1 else {}
     arrays = {name: np.full(shape, np.nan, np.float32) for name, shape in scratch.items()}
     if deterministic:
-        arrays["turns"] = np.full((num_heads, rows // division.TURN_ROWS), -7, np.int32)
+        arrays["turns"] = np.full((num_heads, rows // backward_division.TURN_ROWS), -7, np.int32)
     return arrays
 
 

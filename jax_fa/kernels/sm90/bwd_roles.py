@@ -89,7 +89,24 @@ def load_query_block(
     loads.load(loads.operand(x, rows_of), rows, block, slot)
     row = work.scratch_row + block * variant.config.block_q
     ring = getattr(x.smem, statistic)
-    loads.load_statistic(getattr(x.scratch, statistic), ring, head, row, slot)
+    load_statistic(getattr(x.scratch, statistic), ring, head, row, slot)
+
+
+@cute.jit
+def load_statistic(
+    statistic: cute.Tensor, ring: cute.Tensor, head: Int32, first: Int32, slot: Any
+) -> None:
+    """Starts the load of one float per row of a block, from row ``first`` of a head on.
+
+    Args:
+        statistic: (rows, heads) in global memory.
+        ring: (rows of a block, stages) in shared memory.
+        head: query head.
+        first: row of the block's first query.
+        slot: stage of the ring; counts the bytes.
+    """
+    source = cute.domain_offset((first,), statistic[None, head])
+    primitives.bulk_load(source, ring[None, slot.index], slot.barrier)
 
 
 @cute.jit
@@ -181,8 +198,6 @@ def step(
             zero_fill(variant, c, x.smem.q[None, None, q_full.index], used)
     fragments.multiply(c.s_mma, c.s, c.k, c.q[None, None, None, q_full.index], False)
     dp = c.s_mma.make_fragment_C(c.s.shape)
-    # Here, since products run: at the border of two steps it would show.
-    following = next_step(variant, x, work, at)
     hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
     if const_expr(has_soft_cap):
         warpgroup.wait_group(0)
@@ -230,6 +245,8 @@ def step(
     if const_expr(deterministic):
         reduced = variant.plan.barrier("dq_reduced")
         cute.arch.barrier_arrive(barrier_id=reduced.index, number_of_threads=reduced.threads)
+    # Here, since products run and registers are free: dQ is gone, the next scores are to come.
+    following = next_step(variant, x, work, at)
     warpgroup.wait_group(1)
     dout_full.release()
     warpgroup.wait_group(0)

@@ -161,12 +161,6 @@ def pingpong_arrive(variant: cutlass.Constexpr, c: ForwardConsumer) -> None:
 
 
 @cute.jit
-def hides_keys(variant: cutlass.Constexpr, x: ForwardContext, work: Work, block: Int32) -> Boolean:
-    """Whether a block of a tile has to be masked."""
-    return hides_pairs(variant, x.scalars, work.blocks, x.smem.found, block)
-
-
-@cute.jit
 def mask_block(
     variant: cutlass.Constexpr,
     x: ForwardContext,
@@ -341,7 +335,7 @@ def step(
     following = below(variant, x, block)
     hides = Boolean(False)
     if const_expr(masked == "maybe"):
-        hides = hides_keys(variant, x, work, block)
+        hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, block)
     await_scores(k_full)
     shrink = to_probabilities(variant, masked, x, c, work, block, hides, scores)
     warpgroup.wait_group(0)
@@ -397,7 +391,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         k_full.release()
         fragment_softmax.reset(c.state)
         newest = work.blocks.end - 1
-        hides = hides_keys(variant, x, work, newest)
+        hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
         to_probabilities(variant, "maybe", x, c, work, newest, hides, scores)
         primitives.narrow(scores, c.p)
         c.out.fill(0.0)
@@ -417,7 +411,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 finished = fragment_softmax.copy(c.state)
                 fragment_softmax.reset(c.state)
                 newest = work.blocks.end - 1
-                hides = hides_keys(variant, x, work, newest)
+                hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
                 to_probabilities(variant, "maybe", x, c, work, newest, hides, scores)
                 warpgroup.wait_group(0)
                 v_full.release()
