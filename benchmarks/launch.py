@@ -94,7 +94,8 @@ def measure_calls(library: str) -> dict[str, dict[str, float]]:
     """Seconds of a call, waited for and in a row of calls, in turns in this process."""
     x = jnp.ones(_SHAPE, jnp.bfloat16)
     calls = {what: _compiled(what, library) for what in _CALLED}
-    waited, in_a_row = ({what: [] for what in _CALLED} for _ in range(2))
+    waited: dict[str, list[float]] = {what: [] for what in _CALLED}
+    in_a_row: dict[str, list[float]] = {what: [] for what in _CALLED}
     for _ in range(_ROUNDS):
         for what, call in calls.items():
             for _ in range(_IN_A_ROW):

@@ -61,7 +61,7 @@ Problem RandomProblem(Fuzz& fuzz, bool is_packed) {
   if (!is_packed && fuzz.Maybe(30)) {
     p.mask_batch = fuzz.OneOf<int64_t>({1, p.batch});
     p.mask_heads = fuzz.OneOf<int64_t>({1, p.num_q_heads});
-    p.mask_rows = fuzz.OneOf<int64_t>({1, p.q_len});
+    p.mask_rows = fuzz.OneOf<int64_t>({1, p.q_len, (p.q_len + kMaskBlock - 1) / kMaskBlock});
     p.mask_width = fuzz.OneOf<int64_t>({1, (p.kv_len + 31) / 32});
   }
   return p;

@@ -99,9 +99,10 @@ struct Dense {
   int64_t row_stride;
   int64_t word_stride;
   int64_t group;
+  int64_t block;  // query rows that a row of words is about
 
   bool Shows(int64_t packed_row, int64_t key) const {
-    const int64_t row = packed_row / group;
+    const int64_t row = packed_row / group / block;
     const int64_t head = packed_row % group;
     const int32_t word = words[head * head_stride + row * row_stride + key / 32 * word_stride];
     return (static_cast<uint32_t>(word) >> (key % 32) & 1) != 0;
@@ -114,8 +115,12 @@ Dense MakeDense(const Problem& problem, const Extras& extras, const Tile& tile) 
   const int64_t batch_stride = problem.mask_batch == 1 ? 0 : problem.mask_heads * head_words;
   const int64_t head_stride = problem.mask_heads == 1 ? 0 : head_words;
   const int64_t first = tile.sequence->index * batch_stride + tile.kv_head * group * head_stride;
-  return {extras.mask_words ? extras.mask_words + first : nullptr, head_stride,
-          problem.mask_rows == 1 ? 0 : problem.mask_width, problem.mask_width == 1 ? 0 : 1, group};
+  return {extras.mask_words ? extras.mask_words + first : nullptr,
+          head_stride,
+          problem.mask_rows == 1 ? 0 : problem.mask_width,
+          problem.mask_width == 1 ? 0 : 1,
+          group,
+          problem.mask_rows == problem.q_len ? 1 : kMaskBlock};
 }
 
 // The walked rows that each lane of a panel sees.

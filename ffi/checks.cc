@@ -29,24 +29,28 @@ bool IsCountable(std::initializer_list<int64_t> extents) {
   return true;
 }
 
-// A mask has all of its extents or none, each that of the problem or 1.
+// A mask has all of its extents or none, each that of the problem or 1; rows may also be of blocks.
 Complaint CheckMaskExtents(const Problem& p) {
+  const int64_t row_blocks = (p.q_len + kMaskBlock - 1) / kMaskBlock;
   const struct {
     const char* name;
     int64_t value;
     int64_t full;
+    int64_t by_blocks;
   } extents[] = {
-      {"batch", p.mask_batch, p.batch},
-      {"heads", p.mask_heads, p.num_q_heads},
-      {"rows", p.mask_rows, p.q_len},
-      {"words of 32 keys", p.mask_width, (p.kv_len + 31) / 32},
+      {"batch", p.mask_batch, p.batch, 1},
+      {"heads", p.mask_heads, p.num_q_heads, 1},
+      {"rows", p.mask_rows, p.q_len, row_blocks},
+      {"words of 32 keys", p.mask_width, (p.kv_len + 31) / 32, 1},
   };
   const bool is_absent = p.mask_batch == 0 && p.mask_heads == 0 && p.mask_rows == 0;
   if (is_absent && p.mask_width == 0) return std::nullopt;
   for (const auto& extent : extents) {
-    if (extent.value != 1 && extent.value != extent.full) {
+    if (extent.value != 1 && extent.value != extent.full && extent.value != extent.by_blocks) {
+      const std::string blocks =
+          extent.by_blocks == 1 ? "" : ", or " + std::to_string(extent.by_blocks) + " of 128";
       return "mask_words should have 1 or " + std::to_string(extent.full) + " " + extent.name +
-             ", but has " + std::to_string(extent.value);
+             blocks + ", but has " + std::to_string(extent.value);
     }
   }
   return std::nullopt;

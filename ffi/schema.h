@@ -22,6 +22,8 @@ inline constexpr int32_t kUnbounded = 1073741824;
 inline constexpr int64_t kMaxLength = 268435456;
 // Parts into which keys may be split (jax_fa/spec/division.py: RESIDENT_CTAS).
 inline constexpr int64_t kMaxSplits = 132;
+// Query rows of a row of mask_words that is about a block (jax_fa/spec/division.py: MASK_BLOCK).
+inline constexpr int64_t kMaskBlock = 128;
 // Where aligned arrays start: at multiples of so many bytes.
 inline constexpr uintptr_t kAlignmentBytes = 16;
 
@@ -38,7 +40,7 @@ struct Problem {
   int64_t value_dim;  // Dv
   int64_t mask_batch;  // Bm: 1 or B; 0 without a mask, as the following
   int64_t mask_heads;  // Nm: 1 or N
-  int64_t mask_rows;  // Tm: 1 or T
+  int64_t mask_rows;  // Tm: 1, T or blocks of 128 rows
   int64_t mask_width;  // Wm: 1 or words of 32 keys
   int64_t num_splits;  // forward only: parts of the keys; 0 or 1: not split
   float scale;
@@ -105,7 +107,7 @@ inline Extents ExtentsOf(const Problem& p) {
       p.mask_rows,  // Tm
       p.mask_width,  // Wm
       (p.num_sequences + 1),  // M+1
-      (((p.mask_rows + 16) - 1) / 16),  // Tc
+      std::min<int64_t>((std::min<int64_t>(p.mask_rows, (((p.q_len + 128) - 1) / 128)) * 8), (((p.q_len + 16) - 1) / 16)),  // Tc
       (((p.mask_width + 16) - 1) / 16),  // Wc
       ((p.num_splits > 1) ? p.num_splits : 0),  // P
       rows,  // R

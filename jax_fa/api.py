@@ -52,6 +52,7 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
     query_offset: ArrayLike | None = None,
     deterministic: bool = False,
     mask_mod: MaskFunction | None = None,
+    block_mask: ArrayLike | None = None,
 ) -> Any:
     """Exact attention, softmax(scale * query key^T) value over the visible keys, in O(T) memory.
 
@@ -99,6 +100,9 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
             of int32 arrays that broadcast (``jax_fa.mask_mods``, which has some). It becomes the
             packed bits of a mask, without an array of all pairs; outside jit it is evaluated, and
             compiled, anew in each call.
+        block_mask: bool [B|1, N|1, ceil(T / 128), ceil(S / 128)], True where the 128 queries of a
+            block may see its 128 keys: block-sparse attention. May be traced. It hides keys in
+            addition to everything else, such as is_causal; kernels skip the blocks it hides.
 
     Returns:
         [B, T, N, Dv] (or [T, N, Dv]) in the dtype of query; with return_residual a tuple
@@ -136,6 +140,7 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         query_offset=query_offset,
         deterministic=deterministic,
         mask_mod=mask_mod,
+        block_mask=block_mask,
     )
     return_residual = checks.flag("return_residual", return_residual)
     call = arguments.dense((query, key, value), options)
@@ -468,6 +473,7 @@ def _cudnn(
         "query_offset": None,
         "deterministic": False,
         "mask_mod": None,
+        "block_mask": None,
     }
     given = cast(dict[str, Any], options)
     used = [

@@ -107,11 +107,14 @@ class Call:
             extras["sinks"] = self.rng.standard_normal((sequences, heads)).astype(np.float32)
         rng = self.rng.spawn(1)[0]
         if not self.is_packed and rng.random() < 0.3:
-            shape = [int(rng.choice((1, x))) for x in (batch, heads, q_len)]
+            by_blocks = -(-q_len // 128)
+            shape = [int(rng.choice((1, x))) for x in (batch, heads)]
+            shape.append(int(rng.choice((1, q_len, by_blocks))))
             width = -(-kv_len // 32)
             words = rng.integers(ENDS[0], ENDS[-1], (*shape, width))
             extras["mask_words"] = words.astype(np.int32)
-            blocks = (*shape[:2], 2, -(-shape[2] // 16), -(-width // 16))
+            stripes = min(8 * min(shape[2], by_blocks), -(-q_len // 16))
+            blocks = (*shape[:2], 2, stripes, -(-width // 16))
             extras["mask_map"] = np.zeros(blocks, np.int32)
         return extras
 

@@ -85,6 +85,7 @@ BAD: dict[str, list[Any]] = {
     "value": NO_QKV,
     "bias": [*NO_ARRAYS, np.zeros((2, 3, 6, 5)), np.zeros((2, 4, 6, 5), complex), Q[None], KEYS],
     "mask": [*NO_ARRAYS, np.ones((2, 3, 6, 5), bool), np.ones((2, 4, 6, 5)), 1, [1.0], KEYS],
+    "block_mask": [*NO_ARRAYS, np.ones((2, 3, 1, 1), bool), np.ones((2, 4, 1, 1)), 1, KEYS],
     "query_seq_lengths": [*NO_INTEGERS, 1, [1], [1, 2, 3], np.ones(2, np.int16)],
     "key_value_seq_lengths": [*NO_INTEGERS, Traced(np.ones(3, np.int32))],
     "query_segment_ids": [*NO_INTEGERS, 0, IDS_Q[:, :3], IDS_Q.astype(np.float32), IDS_Q],

@@ -121,7 +121,7 @@ def test_blocks_of_rows_make_the_same_words(name, monkeypatch):
     whole = mask_functions.words(FUNCTIONS[name], at)
     monkeypatch.setattr(mask_functions, "PAIRS", 9 * S)
     np.testing.assert_array_equal(mask_functions.words(FUNCTIONS[name], at), whole)
-    pairs = np.broadcast_to(masks.unpacked(whole, S), (B, N, T, S))
+    pairs = np.broadcast_to(masks.unpacked(whole, T, S), (B, N, T, S))
     np.testing.assert_array_equal(pairs, as_mask(FUNCTIONS[name], {}))
 
 

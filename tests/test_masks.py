@@ -1,12 +1,13 @@
 """Dense masks: packed words and their map, and the ways by which they reach kernels."""
 
+import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import BY_NAME, CASES, Case, Dense, packed
+from helpers.cases import BY_NAME, CASES, Case, Dense, make, packed
 from helpers.harness import data, wanted
 from helpers.oracle import Results, assert_close
 from jax.sharding import AxisType, NamedSharding
@@ -16,7 +17,7 @@ import jax_fa
 from jax_fa.runtime import masks
 from jax_fa.spec.problem import Problem
 
-MASKED = [case for case in CASES if case.dense is not None]
+MASKED = [case for case in CASES if case.dense is not None or case.block_dims is not None]
 SHAPES = {
     (1, 1, 100, 1100): 1100,
     (2, 1, 33, 31): 31,
@@ -34,12 +35,27 @@ def test_words_and_map_are_those_of_the_mask(shape):
     mask = rng.random(shape) < 0.5
     mask[:, :, 16:48, 100:400] = True
     mask[:, :, :32, 500:590] = False
-    words, blocks = packed(mask, SHAPES[shape])
+    lengths = (shape[2] if shape[2] > 1 else 300, SHAPES[shape])
+    words, blocks = packed(mask, *lengths)
     np.testing.assert_array_equal(masks.packed(jnp.asarray(mask)), words)
-    np.testing.assert_array_equal(masks.block_map(jnp.asarray(words), SHAPES[shape]), blocks)
+    np.testing.assert_array_equal(masks.block_map(jnp.asarray(words), *lengths), blocks)
     whole = np.broadcast_to(mask, (*shape[:3], SHAPES[shape]))
-    got = np.asarray(masks.unpacked(jnp.asarray(words), SHAPES[shape]))
+    got = np.asarray(masks.unpacked(jnp.asarray(words), *lengths))
     np.testing.assert_array_equal(np.broadcast_to(got, whole.shape), whole)
+
+
+@pytest.mark.parametrize("lengths", [(300, 410), (128, 128), (129, 20), (1, 257), (20, 1)])
+def test_words_and_map_are_those_of_a_block_mask(lengths):
+    case = Case("blocks", 2, *lengths, block_dims="BNTS")
+    blocks = jnp.asarray(case.blocks())
+    words = masks.by_blocks(blocks, lengths[1])
+    operands = make(case, "float32").operands
+    np.testing.assert_array_equal(words, operands.mask_words)
+    np.testing.assert_array_equal(masks.block_map(words, *lengths), operands.mask_map)
+    np.testing.assert_array_equal(
+        np.broadcast_to(masks.unpacked(words, *lengths), (2, 2, *lengths)),
+        np.broadcast_to(masks.of_pairs(blocks, *lengths), (2, 2, *lengths)),
+    )
 
 
 @pytest.mark.parametrize("case", MASKED, ids=str)
@@ -138,3 +154,80 @@ def test_forward_and_backward_alone_take_a_mask():
     got = jax_fa.backward(q, k, v, out, lse, dout, mask=mask)
     for one, other in zip(got, pull(dout), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+# -------------------------------------------------------------------------------------- block masks
+
+
+def blocks_of(lengths, leading=(1, 1), seed=3):
+    rows, columns = (-(-n // 128) for n in lengths)
+    return jnp.asarray(np.random.default_rng(seed).random((*leading, rows, columns)) < 0.6)
+
+
+def test_a_block_mask_is_never_expanded_to_pairs():
+    q, k, v = problem(1, 1024, 2, 16)
+    blocks = blocks_of((1024, 1024), (1, 2))
+
+    def step(q, k, v):
+        return (jax_fa.attention(q, k, v, block_mask=blocks) ** 2).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(step, (0, 1, 2)))(q, k, v))
+    assert "[1,2,8,32]" in program and "1024,1024]" not in program and "1024,32]" not in program
+    text = str(jax_fa.explain(q, k, v, block_mask=blocks))
+    assert text.endswith("Mask: 0.00195 MiB of bits")
+
+
+@pytest.mark.parametrize("more", ["mask", "mask_mod", "bias", "scale", "float64"])
+def test_a_block_mask_adds_to_everything_else(more):
+    q, k, v = problem(2, 300, 2, 16)
+    blocks = blocks_of((300, 300), (2, 1))
+    pairs = masks.of_pairs(blocks, 300, 300)
+    rng = np.random.default_rng(4)
+    options = {
+        "mask": {"mask": jnp.asarray(rng.random((1, 2, 300, 300)) < 0.5)},
+        "mask_mod": {"mask_mod": lambda b, h, i, j: (i + h) % 3 != j % 3},
+        "bias": {"bias": jnp.asarray(rng.standard_normal((1, 2, 300, 1)), jnp.float32)},
+        "scale": {"implementation": "xla"},
+        "float64": {"is_causal": True, "implementation": "xla"},
+    }[more]
+    got = jax_fa.attention(q, k, v, block_mask=blocks, **options)
+    given = options.pop("mask", True)
+    want = jax_fa.attention(q, k, v, mask=pairs & given, **options)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+def test_a_block_mask_may_be_traced_and_mapped():
+    q, k, v = problem(3, 2, 260, 4, 16)
+    blocks = blocks_of((260, 260), (3, 2, 4))
+    attend = jax.jit(lambda q, blocks: jax_fa.attention(q, k[0], v[0], block_mask=blocks))
+    for axes in ((0, 0), (None, 0), (0, None)):
+        given = [x if axis == 0 else x[0] for x, axis in zip((q, blocks), axes, strict=True)]
+        got = jax.vmap(attend, axes)(*given)
+        for i in range(3):
+            one = attend(*(x[i] if axis == 0 else x for x, axis in zip(given, axes, strict=True)))
+            np.testing.assert_allclose(got[i], one, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [384, 1])
+def test_a_block_mask_of_sequences_that_devices_share(length):
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,))
+    q, k, v = problem(2, 2 * length, 2, 16)
+    blocks = blocks_of((2 * length,) * 2)
+    want = jax_fa.attention(q, k, v, block_mask=blocks)
+    split = jax.device_put(q, NamedSharding(mesh, P(None, "context")))
+    got = jax.jit(lambda *x: jax_fa.attention(*x, block_mask=blocks))(split, k, v)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+def test_a_wrong_block_mask_is_refused():
+    q, k, v = problem(2, 300, 2, 16)
+    extents = re.escape("[B, N, ceil(T / 128), ceil(S / 128)] = [2, 2, 3, 3], but has shape")
+    with pytest.raises(TypeError, match=f"block_mask should broadcast to {extents}"):
+        jax_fa.attention(q, k, v, block_mask=jnp.ones((300, 300), bool))
+    with pytest.raises(ValueError, match="block_mask should be bool"):
+        jax_fa.attention(q, k, v, block_mask=jnp.ones((3, 3)))
+    with pytest.raises(TypeError, match="block_mask does not apply to this function"):
+        borders = jnp.asarray([0, 100, 300])
+        jax_fa.attention_varlen(
+            q[0], k[0], v[0], borders, borders, block_mask=jnp.ones((3, 3), bool)
+        )

@@ -30,6 +30,7 @@ UNFUSED = {
         "bias": jnp.arange(36.0).reshape(6, 6) / 9,
     },
     "mask_mod": {"mask_mod": mask_mods.chunked(8)},
+    "block_mask": {"block_mask": jnp.ones((1, 2, 1, 1), bool), "is_causal": True},
 }
 
 

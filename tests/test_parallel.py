@@ -412,6 +412,14 @@ def test_mask_functions_count_from_the_first_key():
     assert_as_alone(attend, lambda x: jax_fa.attention_with_lse(**x, **how), arrays)
 
 
+def test_block_masks_are_of_this_devices_rows(monkeypatch):
+    monkeypatch.setitem(SPEC, "block_mask", SPEC["mask"])
+    blocks = [[True, False], [True, True]], [[False, True], [True, False]]
+    arrays = {**drawn(q_len=256), "block_mask": jnp.asarray(blocks)[None].repeat(2, axis=1)}
+    attend = program(mesh_of(2), arrays)
+    assert_as_alone(attend, lambda x: jax_fa.attention_with_lse(**x), arrays)
+
+
 def test_a_traced_scale_and_the_unfused_path():
     arrays = drawn()
     attend = program(mesh_of(4), arrays, is_causal=True, implementation="xla")

@@ -6,7 +6,7 @@ Its plan: ``jax_fa/kernels/sm100/plan_bwd.py``.
 from __future__ import annotations
 
 from jax_fa.analysis import roofline
-from jax_fa.kernels.edges import ledger
+from jax_fa.analysis.plan_ledger import ledger
 from jax_fa.kernels.sm100.plan_bwd import backward_plan
 from jax_fa.spec.config_sm100 import blackwell_backward
 from jax_fa.spec.key import KernelKey

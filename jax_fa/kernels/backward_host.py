@@ -13,8 +13,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from jax_fa.kernels import backward_rows, backward_work, primitives, softmax, tiles
-from jax_fa.kernels.dense_mask import DenseMask
+from jax_fa.kernels import (
+    backward_rows,
+    backward_work,
+    dense_mask,
+    primitives,
+    softmax,
+    tiles,
+)
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
 from jax_fa.spec import backward_division
 from jax_fa.spec.band import ceil_div
@@ -211,8 +217,9 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
         )
         num_tiles = backward_division.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
         group = num_q_heads // num_kv_heads
-        extents = (mask_batch, mask_heads, mask_rows, mask_width)
-        mask = DenseMask(mask_words, mask_map, *extents)
+        mask = dense_mask.of_call(
+            mask_words, mask_map, mask_batch, mask_heads, mask_rows, mask_width, q_len
+        )
         scalars = backward_work.Scalars(
             sequences=tiles.Sequences(
                 lengths=tiles.Sides(kv_lengths, q_lengths),

@@ -17,7 +17,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from jax_fa.kernels import edges, segments, tiles
 from jax_fa.kernels.segments import Stretch
 from jax_fa.spec.band import ceil_div
-from jax_fa.spec.division import LIST_WORDS, MAP_CELL, WORD_KEYS
+from jax_fa.spec.division import LIST_WORDS, MAP_CELL, MASK_BLOCK, WORD_KEYS, map_stripes
 
 LIST_BLOCKS = LIST_WORDS * WORD_KEYS
 SHIFT, SHOWN, PARTIAL = segments.WORDS, segments.WORDS + 1, segments.WORDS + 1 + LIST_WORDS
@@ -33,8 +33,10 @@ class DenseMask(NamedTuple):
         cells: the map.
         batch: 1 or B.
         heads: 1 or N.
-        rows: 1 or T.
+        rows: of words.
         width: words of a row; one word says the same of all keys.
+        row_shift: a row of words is about so many query rows, as a power of two.
+        stripes: rows of the map.
     """
 
     words: cute.Pointer
@@ -43,6 +45,24 @@ class DenseMask(NamedTuple):
     heads: Int32
     rows: Int32
     width: Int32
+    row_shift: Int32
+    stripes: Int32
+
+
+def of_call(
+    words: cute.Pointer,
+    cells: cute.Pointer,
+    batch: Int32,
+    heads: Int32,
+    rows: Int32,
+    width: Int32,
+    q_len: Int32,
+) -> DenseMask:
+    """The mask of a call with ``q_len`` queries."""
+    is_by_blocks = (rows != 1) & (rows != q_len)
+    row_shift = Int32(is_by_blocks) * (MASK_BLOCK.bit_length() - 1)
+    stripes = map_stripes(rows, q_len, tiles.EXTREMES)
+    return DenseMask(words, cells, batch, heads, rows, width, row_shift, stripes)
 
 
 def is_present(mask: DenseMask) -> Boolean:
@@ -63,7 +83,9 @@ def of_head(mask: DenseMask, batch: Int32, head: Int32) -> Int32:
 
 def row_of(mask: DenseMask, batch: Int32, head: Int32, position: Int32) -> Int32:
     """The number of a query row among all rows of the mask, which 32 bits count."""
-    return of_head(mask, batch, head) * mask.rows + cutlass.min(position, mask.rows - 1)
+    return of_head(mask, batch, head) * mask.rows + cutlass.min(
+        position >> mask.row_shift, mask.rows - 1
+    )
 
 
 def word_of(mask: DenseMask, row: Int32, number: Int32) -> Int32:
@@ -120,9 +142,9 @@ def look(
     mask: DenseMask, heads: Heads, rows: Stretch, keys: Stretch, max_rows: cutlass.Constexpr[int]
 ) -> Pairs:
     """Looks at the pairs of ``rows``, at most ``max_rows``, and ``keys``; neither is empty."""
-    stripes, width = ceil_div(mask.rows, MAP_CELL), ceil_div(mask.width, MAP_CELL)
-    first_stripe = cutlass.min(rows.start, mask.rows - 1) // MAP_CELL
-    end_stripe = cutlass.min(rows.end - 1, mask.rows - 1) // MAP_CELL + 1
+    stripes, width = mask.stripes, ceil_div(mask.width, MAP_CELL)
+    first_stripe = cutlass.min(rows.start // MAP_CELL, stripes - 1)
+    end_stripe = cutlass.min((rows.end - 1) // MAP_CELL, stripes - 1) + 1
     first_cell, end_cell = keys.start // MAP_CELL, ceil_div(keys.end, MAP_CELL)
     shown, missing = Int32(0), Int32(0)
     for word in cutlass.range(first_cell // WORD_KEYS, ceil_div(end_cell, WORD_KEYS), unroll=1):

@@ -300,38 +300,6 @@ def _hosts(plan: Plan, range_: TmemRange) -> set[str]:
     return names
 
 
-def ledger(plan: Plan) -> str:
-    """The plan as text: roles, edges with their arrive counts, memory, barriers.
-
-    Double arrows cross the pair.
-    """
-    width = max(len(role.name) for role in plan.roles)
-    lines = [
-        f"{role.name:{width}s}  warps {role.warps.start}-{role.warps.stop - 1}"
-        + f"  {role.registers} registers"
-        + (f"  first of {plan.ctas} CTAs only" if role.leader_only else "")
-        for role in plan.roles
-    ]
-    for edge in plan.edges:
-        full, empty = arrivals(plan, edge, "full"), arrivals(plan, edge, "empty")
-        size = f" x {edge.stage_bytes} bytes" if edge.stage_bytes else ""
-        drained = f"  empty({empty}): {edge.empty}" if edge.empty else ""
-        between = "=>" if plan.crosses(edge) else "->"
-        lines.append(
-            f"{edge.data:4s} {edge.producer} {between} {edge.consumer}  {edge.stages}{size}  "
-            f"full({full}): {edge.full}{drained}"
-        )
-    for buffer in plan.buffers:
-        where = f" over {buffer.alias_of}: {buffer.why}" if buffer.alias_of else ""
-        lines.append(f"smem {buffer.name} {buffer.size_bytes} bytes{where}")
-    for cols in plan.tmem:
-        where = f" over {cols.alias_of}: {cols.why}" if cols.alias_of else ""
-        lines.append(f"tmem {cols.name} columns {cols.start} to {cols.end - 1}{where}")
-    lines += [f"barrier {b.index} {b.name} ({b.threads}): {b.meaning}" for b in plan.barriers]
-    lines.append(f"smem {plan.smem_bytes} of {SMEM_CAPACITY_BYTES} bytes")
-    return "\n".join(lines)
-
-
 class Ends(NamedTuple):
     """The handles by which an edge is filled and drained."""
 

@@ -12,8 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from jax_fa.kernels import combine, forward_work, primitives, softmax, tiles
-from jax_fa.kernels.dense_mask import DenseMask, narrows
+from jax_fa.kernels import combine, dense_mask, forward_work, primitives, softmax, tiles
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
 from jax_fa.spec import division
 
@@ -156,7 +155,7 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = 
     else:
         num_ctas = num_tiles
     if const_expr(variant.is_general):
-        if narrows(call.scalars):
+        if dense_mask.narrows(call.scalars):
             num_ctas = num_tiles
     return tiles.Grid(order, num_ctas)
 
@@ -213,8 +212,9 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
             num_sequences=num_sequences,
             rows=tiles.Sides(q_len, kv_len),
         )
-        extents = (mask_batch, mask_heads, mask_rows, mask_width)
-        mask = DenseMask(mask_words, mask_map, *extents)
+        mask = dense_mask.of_call(
+            mask_words, mask_map, mask_batch, mask_heads, mask_rows, mask_width, q_len
+        )
         scale_log2 = (soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E
         scalars = forward_work.Scalars(
             sequences,

@@ -7,7 +7,6 @@ what was expected, what was found and what would work.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import Any, NamedTuple, TypedDict, cast, get_args
 
 import jax.numpy as jnp
@@ -19,7 +18,8 @@ from jax_fa.mask_mods import MaskFunction
 from jax_fa.runtime import checks, emulation_settings, mask_functions, masks, sequences
 from jax_fa.runtime.checks import Numbers
 from jax_fa.runtime.dispatch import IMPLEMENTATIONS, Forced, Implementation, name_of
-from jax_fa.spec.band import Alignment, Band
+from jax_fa.spec.band import Alignment, Band, ceil_div
+from jax_fa.spec.division import MASK_BLOCK
 from jax_fa.spec.problem import KERNEL_DTYPES, Operands, Semantics
 
 WindowSize = int | tuple[int | None, int | None] | None
@@ -44,6 +44,7 @@ class Keywords(TypedDict, total=False):
     query_offset: ArrayLike | None
     deterministic: bool
     mask_mod: MaskFunction | None
+    block_mask: ArrayLike | None
 
 
 class PackingKeywords(TypedDict, total=False):
@@ -81,7 +82,8 @@ class Call(NamedTuple):
         implementation: what the caller forced, or None.
         bias: [B|1, N|1, T|1, S|1] or None; only the unfused path takes it.
         mask: bool, of the same shapes, or None.
-        words: of what a mask function says, int32 [B|1, N|1, T|1, W|1] (``masks.py``), or None.
+        words: of what a mask function and a block mask say, int32 [B|1, N|1, rows, W|1]
+            (``masks.py``), or None.
         missing: number of leading dimensions that the caller's query lacked, and results lack too.
     """
 
@@ -98,21 +100,27 @@ class Call(NamedTuple):
         """The operands with all masks among them, as kernels read them."""
         if not all(self.operands.q.shape[:3]) or not self.operands.k.shape[1]:
             return self.operands
-        given = [] if self.mask is None else [masks.packed(self.mask)]
-        given += [] if self.words is None else [self.words]
-        return masks.with_words(self.operands, reduce(jnp.bitwise_and, given) if given else None)
+        words = self.words
+        if self.mask is not None:
+            words = _both_words(words, masks.packed(self.mask), self.operands)
+        return masks.with_words(self.operands, words)
+
+    @property
+    def own_lengths(self) -> tuple[int, int]:
+        """T and S."""
+        return self.operands.q.shape[1], self.operands.k.shape[1]
 
     @property
     def with_words(self) -> Operands:
-        """The operands with what a mask function says; the mask is not among them."""
+        """The operands with what a function and blocks say; the mask is not among them."""
         return self.operands._replace(mask_words=self.words)
 
     @property
     def as_dense(self) -> Call:
-        """The call with what a mask function says as a boolean mask."""
+        """The call with what a function and blocks say as a boolean mask."""
         if self.words is None:
             return self
-        given = masks.unpacked(self.words, self.operands.k.shape[1])
+        given = masks.unpacked(self.words, *self.own_lengths)
         return self._replace(mask=_both(self.mask, given), words=None)
 
     def as_given(self, result: Array) -> Array:
@@ -122,6 +130,10 @@ class Call(NamedTuple):
 
 def _both(mask: Array | None, other: Array) -> Array:
     return other if mask is None else jnp.logical_and(mask, other)
+
+
+def _both_words(words: Array | None, other: Array, operands: Operands) -> Array:
+    return other if words is None else masks.both(words, other, operands.q.shape[1])
 
 
 class Share(NamedTuple):
@@ -185,7 +197,7 @@ def dense(qkv: Given, options: Options, share: Share = _WHOLE) -> Call:
         mask=given.mask(full),
         missing=missing,
     )
-    return _with_function(call, options, share)
+    return _with_blocks(_with_function(call, options, share), given.block_mask(full), share)
 
 
 def named(qkv: Given, options: Mapping[str, Any]) -> Call:
@@ -208,7 +220,7 @@ def needs_reference(call: Call, *, shares_tokens: bool = False) -> str | None:
     if call.mask is not None and not all(isinstance(n, int) for n in call.operands.q.shape):
         return "a dense mask of open extents runs unfused"
     if call.words is not None and shares_tokens:
-        return "a mask function whose sequences devices share runs unfused"
+        return "a mask function, or a block mask, whose sequences devices share runs unfused"
     if call.words is not None and call.operands.is_packed:
         return "a mask function of packed sequences runs unfused"
     if checks.is_traced(call.semantics.scale):
@@ -297,7 +309,19 @@ def _with_function(call: Call, options: Options, share: Share) -> Call:
     words = mask_functions.words(function, at)
     if share.shards == 1:
         return call._replace(words=words)
-    return call._replace(mask=_both(call.mask, masks.unpacked(words, extents[1])))
+    return call._replace(mask=_both(call.mask, masks.unpacked(words, own[0], extents[1])))
+
+
+def _with_blocks(call: Call, blocks: Array | None, share: Share) -> Call:
+    """The call with what ``block_mask`` says."""
+    if blocks is None:
+        return call
+    operands = call.operands
+    q_len, kv_len = operands.q.shape[1], operands.k.shape[1] * share.shards
+    if share.shards > 1 or not all(isinstance(n, int) for n in operands.q.shape):
+        return call._replace(mask=_both(call.mask, masks.of_pairs(blocks, q_len, kv_len)))
+    words = masks.by_blocks(blocks, kv_len)
+    return call._replace(words=_both_words(call.words, words, operands))
 
 
 def result(name: str, given: ArrayLike, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -312,7 +336,7 @@ def result(name: str, given: ArrayLike, shape: tuple[int, ...], dtype: Any) -> A
 
 # ------------------------------------------------------------------------------------------- names
 
-_DENSE_ONLY = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
+_DENSE_ONLY = ("bias", "mask", "block_mask", "query_seq_lengths", "key_value_seq_lengths")
 
 
 def _check_names(options: Options, refused: Sequence[str] = (), advice: str = "") -> None:
@@ -393,6 +417,26 @@ class _Given(NamedTuple):
             )
         return _pairwise("mask", mask, full)
 
+    def block_mask(self, full: tuple[int, ...]) -> Array | None:
+        given = self.options.get("block_mask")
+        if given is None:
+            return None
+        blocks = checks.array("block_mask", given)
+        if blocks.dtype != np.dtype(bool):
+            raise ValueError(
+                f"attention: block_mask should be bool (True: the queries of the block see its "
+                f"keys), but got {blocks.dtype}. Compare indices or scores, as scores > 0."
+            )
+        columns = tuple(ceil_div(length, MASK_BLOCK) for length in full[2:])
+        return _pairwise("block_mask", blocks, (*full[:2], *columns))
+
+
+_PAIRWISE = {
+    "bias": "[B, N, T, S]",
+    "mask": "[B, N, T, S]",
+    "block_mask": f"[B, N, ceil(T / {MASK_BLOCK}), ceil(S / {MASK_BLOCK})]",
+}
+
 
 def _pairwise(name: str, given: Array, full: tuple[int, ...]) -> Array:
     array = _with_rank(given, 4)
@@ -402,8 +446,8 @@ def _pairwise(name: str, given: Array, full: tuple[int, ...]) -> Array:
     if not fits:
         kind = ValueError if array.ndim > 4 else TypeError  # as jax.nn
         raise kind(
-            f"attention: {name} should broadcast to [B, N, T, S] = {list(full)}, but has shape "
-            f"{given.shape}."
+            f"attention: {name} should broadcast to {_PAIRWISE[name]} = {list(full)}, but has "
+            f"shape {given.shape}."
         )
     return array
 

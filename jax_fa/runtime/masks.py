@@ -1,12 +1,15 @@
 """Dense masks as kernels read them: packed words, and a map of blocks that need no look at words.
 
 A boolean mask [B|1, N|1, T|1, S|1] becomes int32 words [B|1, N|1, T|1, W|1] of 32 keys each, an
-eighth of its size; a dimension along which it is broadcast stays 1. The map has a bit for each
-block of 16 rows and 16 keys in two planes: whether any pair of the block is visible, and whether
-all are. By it kernels skip what is hidden, and do not mask what is not.
+eighth of its size; a dimension along which it is broadcast stays 1. One of blocks of 128 x 128
+becomes words with a row for each 128 queries. The map has a bit for each block of 16 rows and 16
+keys in two planes: whether any pair of the block is visible, and whether all are. By it kernels
+skip what is hidden, and do not mask what is not.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from jax_fa.spec.band import ceil_div
-from jax_fa.spec.division import MAP_CELL, WORD_KEYS
+from jax_fa.spec.division import MAP_CELL, MASK_BLOCK, WORD_KEYS, map_stripes
 from jax_fa.spec.problem import Operands
 
 
@@ -22,7 +25,8 @@ def with_words(operands: Operands, words: Array | None) -> Operands:
     """The operands with a mask in words, and its map."""
     if words is None:
         return operands
-    return operands._replace(mask_words=words, mask_map=block_map(words, operands.k.shape[1]))
+    q_len, kv_len = operands.q.shape[1], operands.k.shape[1]
+    return operands._replace(mask_words=words, mask_map=block_map(words, q_len, kv_len))
 
 
 def packed(mask: Array) -> Array:
@@ -48,28 +52,59 @@ def packed_by_sum(mask: Array) -> Array:
     return _words(_split(mask, WORD_KEYS, pad=False))
 
 
-def block_map(words: Array, kv_len: int) -> Array:
+def by_blocks(blocks: Array, kv_len: int) -> Array:
+    """int32 words [B|1, N|1, rows, W|1] of which blocks of 128 x 128 a mask shows.
+
+    Args:
+        blocks: bool [B|1, N|1, rows, columns].
+        kv_len: S. Bits beyond key S are 0.
+    """
+    words = jnp.where(blocks, jnp.int32(-1), jnp.int32(0))
+    if blocks.shape[3] > 1:
+        words = jnp.repeat(words, MASK_BLOCK // WORD_KEYS, axis=3)[
+            ..., : ceil_div(kv_len, WORD_KEYS)
+        ]
+    return words & ~_beyond(words.shape[3], kv_len)
+
+
+def of_pairs(blocks: Array, q_len: Any, kv_len: Any) -> Array:
+    """The mask [B|1, N|1, T|1, S|1] of which ``blocks`` are."""
+    for axis, length in ((2, q_len), (3, kv_len)):
+        if blocks.shape[axis] > 1:
+            blocks = jnp.take(blocks, jnp.arange(length) // MASK_BLOCK, axis=axis, mode="clip")
+    return blocks
+
+
+def both(words: Array, other: Array, q_len: int) -> Array:
+    """The words of what two masks show."""
+    if q_len in (words.shape[2], other.shape[2]):
+        words, other = _by_rows(words, q_len), _by_rows(other, q_len)
+    return words & other
+
+
+def block_map(words: Array, q_len: int, kv_len: int) -> Array:
     """int32 [B|1, N|1, 2, stripes, words]: which 16 x 16 blocks show some pair, and which all.
 
     Args:
-        words: of a mask, [B|1, N|1, T|1, W|1].
+        words: of a mask, [B|1, N|1, rows, W|1].
+        q_len: T.
         kv_len: S. What lies beyond the last row or key hides nothing, and shows nothing.
     """
     width = words.shape[3]
     says_all = width * WORD_KEYS < kv_len
-    every = words
-    if not says_all:
-        keys = np.arange(width * WORD_KEYS).reshape(width, WORD_KEYS)
-        beyond = np.sum((keys >= kv_len) * (1 << np.arange(WORD_KEYS)), axis=1)
-        every = words | beyond.astype(np.uint32).astype(np.int32).reshape(1, 1, 1, width)
+    every = words | _beyond(width, kv_len)
+    rows = MAP_CELL if words.shape[2] == q_len else 1
     planes = []
     for x, join, neutral, shown in (
         (words, jax.lax.bitwise_or, 0, lambda half: half != 0),
         (every, jax.lax.bitwise_and, -1, lambda half: half == _ALL_KEYS),
     ):
-        stripes = _split(jnp.swapaxes(x, 2, 3), MAP_CELL, pad=neutral)
+        stripes = _split(jnp.swapaxes(x, 2, 3), rows, pad=neutral)
         # [B|1, N|1, W|1, stripes] -> [B|1, N|1, stripes, W|1]
         joined = jnp.swapaxes(jax.lax.reduce(stripes, jnp.int32(neutral), join, (4,)), 2, 3)
+        if rows == 1:
+            joined = jnp.repeat(joined, MASK_BLOCK // MAP_CELL, axis=2)
+        joined = joined[:, :, : map_stripes(words.shape[2], q_len)]
         halves = (joined[..., None] >> (_counted(5, WORD_KEYS // MAP_CELL) * MAP_CELL)) & _ALL_KEYS
         cells = shown(halves).reshape(*joined.shape[:3], -1)
         if says_all:
@@ -78,8 +113,9 @@ def block_map(words: Array, kv_len: int) -> Array:
     return jnp.stack(planes, axis=2)
 
 
-def unpacked(words: Array, kv_len: int) -> Array:
+def unpacked(words: Array, q_len: int, kv_len: int) -> Array:
     """The boolean mask [B|1, N|1, T|1, S|1] of which ``words`` are made."""
+    words = _by_rows(words, q_len)
     bits = (words[..., None] >> _counted(words.ndim + 1, WORD_KEYS)) & 1
     pairs = bits.reshape(*words.shape[:-1], words.shape[-1] * WORD_KEYS) != 0
     return pairs[..., : kv_len if pairs.shape[-1] >= kv_len else 1]
@@ -90,12 +126,31 @@ def rows(operands: Operands, start: Array | int, count: int) -> Operands:
     words = operands.mask_words
     if words is None:
         return operands
-    if words.shape[2] > 1:
+    if words.shape[2] == operands.q.shape[1]:
         words = jax.lax.dynamic_slice_in_dim(words, start, count, 2)
+    elif words.shape[2] > 1:
+        blocks = (start + jnp.arange(count, dtype=jnp.int32)) // MASK_BLOCK
+        words = jnp.take(words, blocks, axis=2, mode="clip")
     return operands._replace(mask_words=words, mask_map=None)
 
 
 _ALL_KEYS = (1 << MAP_CELL) - 1
+
+
+def _by_rows(words: Array, q_len: int) -> Array:
+    """Words with a row for each query, or one for all."""
+    if words.shape[2] in (1, q_len):
+        return words
+    return jnp.repeat(words, MASK_BLOCK, axis=2)[:, :, :q_len]
+
+
+def _beyond(width: int, kv_len: int) -> np.ndarray:
+    """int32 [width]: bits of keys beyond S; none in a word that says the same of all keys."""
+    if width * WORD_KEYS < kv_len:
+        return np.zeros(width, np.int32)
+    keys = np.arange(width * WORD_KEYS).reshape(width, WORD_KEYS)
+    bits = np.sum((keys >= kv_len) * (1 << np.arange(WORD_KEYS)), axis=1)
+    return bits.astype(np.uint32).astype(np.int32)
 
 
 def _counted(rank: int, count: int) -> Array:

@@ -230,7 +230,7 @@ def _scores(
     num_kv_heads = operands.k.shape[2]
     hides = [] if seen.pairs is None else [seen.pairs[:, None, None]]
     if operands.mask_words is not None:
-        dense = masks.unpacked(operands.mask_words, operands.k.shape[1])
+        dense = masks.unpacked(operands.mask_words, operands.q.shape[1], operands.k.shape[1])
         hides.append(_per_head(dense, num_kv_heads))
     if mask is not None:
         hides.append(_per_head(mask, num_kv_heads))

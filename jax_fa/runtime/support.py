@@ -69,7 +69,7 @@ _FEATURES: dict[str, Sequence[Problem]] = {
     "`query_offset`": [replace(_PLAIN, has_offset=True)],
     "`logits_soft_cap`": [replace(_PLAIN, semantics=Semantics(scale=1.0, soft_cap=30.0))],
     "`sinks`": [replace(_PLAIN, has_sinks=True)],
-    "`mask`, `mask_mod`": [
+    "`mask`, `mask_mod`, `block_mask`": [
         replace(_PLAIN, mask_batch=1, mask_heads=1, mask_rows=1024, mask_width=32)
     ],
     "`deterministic`": [replace(_PLAIN, semantics=Semantics(scale=1.0, deterministic=True))],

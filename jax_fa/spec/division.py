@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jax_fa.spec.band import ceil_div
+from jax_fa.spec.band import OF_INTS, Extremes, ceil_div
 
 RESIDENT_CTAS = 132
 """Multiprocessors that are to be filled by splitting keys (forward) or groups of heads (backward):
@@ -56,6 +56,16 @@ WORD_KEYS = 32
 
 MAP_CELL = 16
 """Rows, and keys, of a cell of ``mask_map``; a divisor of every block of every kernel."""
+
+MASK_BLOCK = 128
+"""Query rows, and keys, of a block of ``block_mask``; a multiple of ``MAP_CELL``."""
+
+
+def map_stripes(mask_rows: Any, q_len: Any, extremes: Extremes = OF_INTS) -> Any:
+    """Rows of ``mask_map``, whether ``mask_words`` has 1 row, one for each block or all."""
+    blocks = extremes.minimum(mask_rows, ceil_div(q_len, MASK_BLOCK))
+    return extremes.minimum(blocks * (MASK_BLOCK // MAP_CELL), ceil_div(q_len, MAP_CELL))
+
 
 LIST_WORDS = 32
 """Words of either part of a tile's list of blocks (``kernels/dense_mask.py``). A bit stands for a

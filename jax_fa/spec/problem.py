@@ -81,8 +81,9 @@ class Operands(NamedTuple):
         q_offset: int32 [M], position of query row 0, added to the diagonal; at most
             ``band.MAX_OFFSET`` in magnitude (``sequences.offsets``).
         sinks: float32 [M, N], one extra logit per head in the denominator.
-        mask_words: int32 [B|1, N|1, T|1, W|1] with W words of 32 keys: bit i of word w says whether
-            the row sees key 32 w + i (``masks.py``). Not with packed sequences.
+        mask_words: int32 [B|1, N|1, rows, W|1] with W words of 32 keys: bit i of word w says
+            whether the row sees key 32 w + i (``masks.py``). There are T rows, one for each
+            ``MASK_BLOCK`` of them, or 1. Not with packed sequences.
         mask_map: int32 [B|1, N|1, 2, stripes, words], which of its blocks need a look; present iff
             mask_words is.
     """

@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from jax_fa.spec.band import ceil_div
-from jax_fa.spec.division import MAP_CELL
+from jax_fa.spec.band import OF_INTS, Extremes, ceil_div
+from jax_fa.spec.division import MAP_CELL, map_stripes
 
 Dtype = Literal["element", "float32", "int32"]
 """Element type of an array; "element" is that of q, k and v."""
@@ -202,7 +202,7 @@ EXTENTS = (
     Extent("value_dim", "Dv", is_compiled_in=True),
     Extent("mask_batch", "Bm", "1 or B; 0 without a mask, as the following"),
     Extent("mask_heads", "Nm", "1 or N"),
-    Extent("mask_rows", "Tm", "1 or T"),
+    Extent("mask_rows", "Tm", "1, T or blocks of 128 rows"),
     Extent("mask_width", "Wm", "1 or words of 32 keys"),
 )
 
@@ -213,11 +213,11 @@ def extents(problem: Any) -> dict[str, Any]:
     return {**found, **derived(found)}
 
 
-def derived(found: Mapping[str, Any]) -> dict[str, Any]:
+def derived(found: Mapping[str, Any], extremes: Extremes = OF_INTS) -> dict[str, Any]:
     """Extents of the letters that follow from those of ``EXTENTS``."""
     return {
         "M+1": found["M"] + 1,
-        "Tc": ceil_div(found["Tm"], MAP_CELL),
+        "Tc": map_stripes(found["Tm"], found["T"], extremes),
         "Wc": ceil_div(found["Wm"], MAP_CELL),
     }
 

@@ -46,6 +46,8 @@ inline constexpr int32_t kUnbounded = {UNBOUNDED};
 inline constexpr int64_t kMaxLength = {MAX_LENGTH};
 // Parts into which keys may be split (jax_fa/spec/division.py: RESIDENT_CTAS).
 inline constexpr int64_t kMaxSplits = {division.RESIDENT_CTAS};
+// Query rows of a row of mask_words that is about a block (jax_fa/spec/division.py: MASK_BLOCK).
+inline constexpr int64_t kMaskBlock = {division.MASK_BLOCK};
 // Where aligned arrays start: at multiples of so many bytes.
 inline constexpr uintptr_t kAlignmentBytes = {abi.ALIGNMENT_BYTES};
 """
@@ -106,7 +108,7 @@ def _extents() -> tuple[dict[str, Any], dict[str, _Text]]:
         named,
     )
     given: dict[str, Any] = {x.letter: _Text(f"p.{x.name}") for x in schema.EXTENTS}
-    given |= schema.derived(given)
+    given |= schema.derived(given, on.extremes)
     derived = scratch.extents(given, _Text("p.num_splits"), _Text("p.deterministic"), on)
     used = {x for array in schema.BY_NAME.values() for x in array.dims.split()}
     return {**given, **derived, **{x: x for x in sorted(used) if x.isdigit()}}, variables

@@ -85,6 +85,7 @@ class Case:
         segments: (query ids, key ids) of one row, used for every row of the batch; None for none.
         q_offset: one for all sequences, or one each.
         dense: the boolean mask, None for none.
+        block_dims: those of B, N, T, S along which a block mask varies; None for none.
         magnitude: factor of the random queries, for sharp softmax rows.
     """
 
@@ -109,6 +110,7 @@ class Case:
     segments: tuple[Ints, Ints] | None = None
     q_offset: int | Ints | None = None
     dense: Dense | None = None
+    block_dims: str | None = None
     magnitude: float = 1.0
     seed: int = 0
 
@@ -135,6 +137,24 @@ class Case:
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return Semantics(scale, band, self.soft_cap)
 
+    def blocks(self) -> np.ndarray:
+        """The block mask, bool [B|1, N|1, rows|1, columns|1]: two thirds of the blocks."""
+        rng = np.random.default_rng([self.seed, *self.name.encode(), 2])
+        columns = {"T": -(-self.q_len // 128), "S": -(-self.kv_len // 128)}
+        extents = {"B": self.batch, "N": self.heads, **columns}
+        return rng.random([extents[x] if x in self.block_dims else 1 for x in "BNTS"]) < 0.67
+
+    def words(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        """Words and map of mask and block mask together."""
+        if self.block_dims is None and self.dense is None:
+            return None, None
+        blocks = self.blocks() if self.block_dims is not None else np.ones((1, 1, 1, 1), bool)
+        keys = np.repeat(blocks, 128, axis=3)[..., : self.kv_len] if blocks.shape[3] > 1 else blocks
+        if self.dense is None:
+            return packed(keys, self.q_len, self.kv_len)
+        rows = np.repeat(keys, 128, axis=2)[:, :, : self.q_len] if keys.shape[2] > 1 else keys
+        return packed(self.dense.make(self) & rows, self.q_len, self.kv_len)
+
     def options(self, operands: Operands) -> dict[str, Any]:
         """Keywords of the public functions; lengths of packed sequences are not among them."""
         options: dict[str, Any] = {}
@@ -150,6 +170,8 @@ class Case:
             options["logits_soft_cap"] = self.soft_cap
         if self.dense is not None:
             options["mask"] = self.dense.make(self)
+        if self.block_dims is not None:
+            options["block_mask"] = self.blocks()
         if self.has_sinks:
             options["sinks"] = operands.sinks[0]
         if self.q_offset is not None:
@@ -194,9 +216,7 @@ def make(case: Case, dtype: str) -> Data:
     per_head = rng.standard_normal(case.heads).astype(np.float32)
     q_ids, kv_ids = (None, None) if case.segments is None else map(ints, case.segments)
     offset = ints(case.q_offset)
-    words, blocks = None, None
-    if case.dense is not None:
-        words, blocks = packed(case.dense.make(case), case.kv_len)
+    words, blocks = case.words()
     operands = Operands(
         q=normal(*rows, case.heads, case.head_dim, factor=case.magnitude),
         k=normal(*keys, case.kv_heads, case.head_dim),
@@ -217,8 +237,11 @@ def make(case: Case, dtype: str) -> Data:
     return Data(operands, (dout, dlse))
 
 
-def packed(mask: np.ndarray, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Words and map of a boolean mask [B|1, N|1, T|1, S|1], as ``schema.py`` describes them."""
+def packed(mask: np.ndarray, q_len: int, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Words and map of a boolean mask [B|1, N|1, rows, S|1], as ``schema.py`` describes them.
+
+    There are T rows, one for each 128, or 1.
+    """
 
     def words(bits: np.ndarray, fill: bool) -> np.ndarray:
         missing = -bits.shape[-1] % 32
@@ -226,11 +249,12 @@ def packed(mask: np.ndarray, kv_len: int) -> tuple[np.ndarray, np.ndarray]:
         return np.packbits(bits, axis=-1, bitorder="little").view(np.int32)
 
     whole = np.broadcast_to(mask, (*mask.shape[:3], kv_len))
-    stripes, cells = -(-mask.shape[2] // 16), -(-kv_len // 16)
+    of_rows = np.repeat(whole, 1 if mask.shape[2] == q_len else 128, axis=2)[:, :, :q_len]
+    stripes, cells = -(-of_rows.shape[2] // 16), -(-kv_len // 16)
     planes = np.zeros((*mask.shape[:2], 2, stripes, cells), bool)
     for stripe in range(stripes):
         for cell in range(cells):
-            block = whole[:, :, 16 * stripe : 16 * stripe + 16, 16 * cell : 16 * cell + 16]
+            block = of_rows[:, :, 16 * stripe : 16 * stripe + 16, 16 * cell : 16 * cell + 16]
             planes[:, :, 0, stripe, cell] = block.any((2, 3))
             planes[:, :, 1, stripe, cell] = block.all((2, 3))
     by_word = words(whole, fill=False)
@@ -511,6 +535,18 @@ CASES: tuple[Case, ...] = (
     Case("mask_of_one_query", q_len=1, kv_len=1100, kv_heads=1, dense=Dense("random", "NS")),
     Case("mask_blocks", q_len=330, kv_len=700, kv_heads=1, dense=Dense("blocks", "NTS")),
     Case("mask_and_everything", dense=Dense("holes", "BNTS"), **_EVERYTHING),
+    # Block masks.
+    *(
+        Case(f"block_mask_of_{dims}", 2, 300, 410, block_dims=dims, **_GQA)
+        for dims in ("TS", "BNTS", "BS", "NT")
+    ),
+    *(
+        _self(f"block_mask_head_dim_{d}", 390, heads=1, kv_heads=1, head_dim=d, block_dims="TS")
+        for d in (96, 128, 256)
+    ),
+    _self("block_mask_causal", 520, heads=1, kv_heads=1, is_causal=True, block_dims="TS"),
+    Case("block_mask_and_everything", block_dims="BNTS", **_EVERYTHING),
+    _self("block_mask_and_mask", 270, block_dims="NTS", dense=Dense("causal")),
     # Everything at once, and rows that see nothing.
     Case("everything", value_dim=48, **_EVERYTHING),
     Case("all_rows_masked", q_len=70, kv_len=90, window=(0, 0), q_offset=500),

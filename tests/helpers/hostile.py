@@ -58,6 +58,7 @@ KINDS = (
         window=(50, 20),
         **_DENSE,
     ),
+    Case("block_mask_offset", q_offset=_ANY * 2, window=(50, 20), block_dims="BNTS", **_DENSE),
     Case("borders_offset_causal", q_offset=_ANY * 3, is_causal=True, has_sinks=True, **_PACKED),
     Case(
         "segments_offset_lengths",

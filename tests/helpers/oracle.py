@@ -126,16 +126,19 @@ def blind_rows(operands: Operands, semantics: Semantics) -> np.ndarray:
     """bool [B, T, N]: rows that see no key."""
     pairs = visible(operands, semantics)[:, None]
     if operands.mask_words is not None:
-        pairs = pairs & shown(operands.mask_words, operands.k.shape[1])
+        pairs = pairs & shown(operands)
     blind = ~pairs.any(3)  # [B, N|1, T]
     heads = operands.q.shape[2]
     return np.swapaxes(np.broadcast_to(blind, (blind.shape[0], heads, blind.shape[2])), 1, 2)
 
 
-def shown(words: Any, kv_len: int) -> np.ndarray:
-    """bool [B|1, N|1, T|1, S|1] of a dense mask's words [B|1, N|1, T|1, W|1]."""
-    bytes_ = np.ascontiguousarray(words).view(np.uint8)
+def shown(operands: Operands) -> np.ndarray:
+    """bool [B|1, N|1, T|1, S|1] of a dense mask's words, which may have a row for 128 queries."""
+    q_len, kv_len = operands.q.shape[1], operands.k.shape[1]
+    bytes_ = np.ascontiguousarray(operands.mask_words).view(np.uint8)
     bits = np.unpackbits(bytes_, axis=-1, bitorder="little").astype(bool)
+    if bits.shape[2] not in (1, q_len):
+        bits = np.repeat(bits, 128, axis=2)[:, :, :q_len]
     return bits[..., : kv_len if bits.shape[-1] >= kv_len else 1]
 
 
@@ -184,7 +187,7 @@ def attend(
     group = operands.q.shape[2] // operands.k.shape[2]
     pairs = visible(operands, semantics)[:, None]  # [B, 1, T, S]
     if operands.mask_words is not None:
-        pairs = pairs & shown(operands.mask_words, operands.k.shape[1])  # [B, N|1, T, S]
+        pairs = pairs & shown(operands)  # [B, N|1, T, S]
     rows = side(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
     keys = side(operands.k.shape[:2], operands.cu_seqlens_k, operands.kv_lengths)
     used_rows, used_keys = rows.used[:, None, :, None], keys.used[:, None, :, None]

@@ -28,7 +28,7 @@ QSegments = Int32[Array, "b t"] | None
 KvSegments = Int32[Array, "b s"] | None
 PerSequence = Int32[Array, " m"] | None
 Borders = Int32[Array, " m_plus_1"] | None
-MaskWords = Int32[Array, "#b #n #t words"] | None
+MaskWords = Int32[Array, "#b #n mask_rows words"] | None
 MaskMap = Int32[Array, "#b #n 2 stripes map_words"] | None
 
 

@@ -24,6 +24,7 @@ BY_HEAD = Case(
     "by_head", 2, q_len=90, kv_len=150, heads=6, kv_heads=2, dense=Dense("random", "BNTS")
 )
 WINDOW, BLOCKS = BY_NAME["mask_window"], BY_NAME["mask_blocks"]
+BLOCK_MASK = BY_NAME["block_mask_of_TS"]
 HALVES = Case("halves", q_len=300, kv_len=200, heads=4, kv_heads=2, dense=Dense("halves", "NTS"))
 """Of two heads that share keys, one is shown to the first half of the rows, one to the second."""
 
@@ -105,6 +106,26 @@ def cells_of_the_map_are_one_further(dense_mask, _):
     return {"look": wrong}
 
 
+def stripes_are_as_many_as_rows(dense_mask, _):
+    """The map of a block mask is read as if it had a row for each of the words."""
+    right = dense_mask.look
+
+    def wrong(mask, *places):
+        return right(mask._replace(stripes=mask.rows), *places)
+
+    return {"look": wrong}
+
+
+def a_row_of_words_is_one_query(dense_mask, _):
+    """A row of a block mask is read as one query's."""
+    right = dense_mask.row_of
+
+    def wrong(mask, *place):
+        return right(mask._replace(row_shift=mask.row_shift * 0), *place)
+
+    return {"row_of": wrong}
+
+
 def a_block_is_left_out(dense_mask, _):
     """Below a block comes the one after the next."""
     right = dense_mask.last_shown
@@ -129,7 +150,10 @@ FAULTS = [
     ("sm90.fwd", WINDOW, nothing_is_masked),
     ("sm90.fwd", WINDOW, rows_of_the_map_are_one_further),
     ("sm90.fwd", BLOCKS, a_block_is_left_out),
+    ("sm90.fwd", BY_NAME["block_mask_head_dim_256"], a_row_of_words_is_one_query),
+    ("sm90.fwd", BLOCK_MASK, stripes_are_as_many_as_rows),
     ("sm90.bwd", BY_HEAD, rows_are_one_further),
+    ("sm90.bwd", BLOCK_MASK, stripes_are_as_many_as_rows),
     ("sm100.bwd", BY_HEAD, words_are_one_further),
     ("sm100.bwd", WINDOW, cells_of_the_map_are_one_further),
     ("sm100.bwd", BLOCKS, the_last_block_is_left_out),
@@ -138,7 +162,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("module", ["sm90.fwd", "sm90.bwd", "sm100.bwd"])
-@pytest.mark.parametrize("case", [BY_HEAD, WINDOW, HALVES, BLOCKS], ids=str)
+@pytest.mark.parametrize("case", [BY_HEAD, WINDOW, HALVES, BLOCKS, BLOCK_MASK], ids=str)
 def test_kernels_without_a_fault_are_right(faultless, module, case):
     check(module, faultless[module], case)
 
@@ -170,6 +194,7 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, module, case, fault):
         (BLACKWELL if module.startswith("sm100") else HOPPER),
         (choose_backward if module.endswith("bwd") else choose_forward),
     )
+    key = replace(key, head_dim=case.head_dim, value_dim=case.out_dim)
     built = build(tmp_path, module, key, choose(key))
     with pytest.raises(AssertionError, match="error"):
         check(module, built, case)

@@ -36,7 +36,7 @@ def test_blocks_are_what_their_commands_print():
     text = PATH.read_text()
     assert [match[1] for match in BLOCK.findall(text)] == [
         "jax_fa.analysis.timeline",
-        "jax_fa.kernels.sm100.plan",
+        "jax_fa.analysis.plan_ledger",
         "jax_fa.analysis.backward_ledger",
     ]
     assert updated(text) == text, "run: python tests/kernels/test_kernels_readme.py"

@@ -11,6 +11,7 @@ from helpers.oracle import Results, assert_close, tolerance
 from helpers.recording import build, needs_compiler, needs_dsl, prebuilt, record
 
 from jax_fa.analysis import roofline
+from jax_fa.analysis.plan_ledger import ledger
 from jax_fa.emulator import EmulationError, Memory, Options, emulate
 from jax_fa.kernels.edges import (
     SMEM_CAPACITY_BYTES,
@@ -19,7 +20,6 @@ from jax_fa.kernels.edges import (
     TmemRange,
     arrivals,
     check,
-    ledger,
 )
 from jax_fa.kernels.sm100 import plan_bwd
 from jax_fa.kernels.sm100.plan import FIRST_PAGE_BYTES

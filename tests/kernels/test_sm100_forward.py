@@ -10,6 +10,7 @@ from helpers.oracle import Results, assert_close, tolerance
 from helpers.recording import needs_compiler, needs_dsl, prebuilt, record
 
 from jax_fa.analysis import roofline
+from jax_fa.analysis.plan_ledger import ledger
 from jax_fa.emulator import Memory, emulate
 from jax_fa.kernels.edges import (
     REGISTERS_PER_SM,
@@ -19,7 +20,6 @@ from jax_fa.kernels.edges import (
     TmemRange,
     arrivals,
     check,
-    ledger,
 )
 from jax_fa.kernels.sm100 import plan
 from jax_fa.spec import abi, division

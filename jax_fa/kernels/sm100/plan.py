@@ -72,10 +72,9 @@ from jax_fa.kernels.edges import (
     Role,
     TmemRange,
     check,
-    ledger,
 )
 from jax_fa.spec import division
-from jax_fa.spec.config_sm100 import BlackwellForward, blackwell_forward
+from jax_fa.spec.config_sm100 import BlackwellForward
 from jax_fa.spec.key import KernelKey
 
 FIRST_PAGE_BYTES = 1024
@@ -308,14 +307,3 @@ def _tmem(key: KernelKey, cut: Tiling, block_kv: int) -> tuple[TmemRange, ...]:
         ),
         *(TmemRange(f"p{i}", s.end - p_cols, p_cols, s.name, why) for i, s in enumerate(scores)),
     )
-
-
-def main() -> None:
-    """Prints the ledgers of bfloat16 D = 128 kernels: of one CTA, and of a pair."""
-    for mask in ("causal", "full"):
-        key = KernelKey("sm_100f", "bfloat16", 128, 128, mask)
-        print(ledger(forward_plan(key, blackwell_forward(key))), end="\n\n")  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,6 @@ from jax_fa.kernels.edges import (
     Plan,
     Role,
     check,
-    ledger,
 )
 from jax_fa.spec import division
 from jax_fa.spec.config_sm90 import HopperForward
@@ -67,15 +66,3 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     )
     check(plan)
     return plan
-
-
-def main() -> None:
-    """Prints the ledger of the default bfloat16 D = 128 kernel."""
-    from jax_fa.spec.config_sm90 import hopper_forward
-
-    key = KernelKey("sm_90a", "bfloat16", 128, 128, "causal")
-    print(ledger(forward_plan(key, hopper_forward(key))))  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,6 @@ from jax_fa.kernels.edges import (
     Plan,
     Role,
     check,
-    ledger,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
 from jax_fa.spec.config_sm90 import HopperBackward
@@ -76,15 +75,3 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
     )
     check(plan)
     return plan
-
-
-def main() -> None:
-    """Prints the ledger of the default bfloat16 D = 128 kernel."""
-    from jax_fa.spec.config_sm90 import hopper_backward
-
-    key = KernelKey("sm_90a", "bfloat16", 128, 128, "causal")
-    print(ledger(backward_plan(key, hopper_backward(key))))  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()
