@@ -53,7 +53,7 @@ def _empty(library: str) -> Callable[..., Any]:
     def call(x: jax.Array) -> jax.Array:
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         lse = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
-        results: list[jax.Array] = jax.ffi.ffi_call("empty_call", [out, lse])(
+        results: Sequence[jax.Array] = jax.ffi.ffi_call("empty_call", [out, lse])(
             x, x, x, *absent, **attributes
         )
         return results[0]
