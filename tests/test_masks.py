@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def test_words_and_map_are_those_of_the_mask(shape):
 
 @pytest.mark.parametrize("lengths", [(300, 410), (128, 128), (129, 20), (1, 257), (20, 1)])
 def test_words_and_map_are_those_of_a_block_mask(lengths):
-    case = Case("blocks", 2, *lengths, block_dims="BNTS")
+    case = Case("blocks", 2, q_len=lengths[0], kv_len=lengths[1], block_dims="BNTS")
     blocks = jnp.asarray(case.blocks())
     words = masks.by_blocks(blocks, lengths[1])
     operands = make(case, "float32").operands
@@ -183,7 +184,7 @@ def test_a_block_mask_adds_to_everything_else(more):
     blocks = blocks_of((300, 300), (2, 1))
     pairs = masks.of_pairs(blocks, 300, 300)
     rng = np.random.default_rng(4)
-    options = {
+    options: dict[str, Any] = {
         "mask": {"mask": jnp.asarray(rng.random((1, 2, 300, 300)) < 0.5)},
         "mask_mod": {"mask_mod": lambda b, h, i, j: (i + h) % 3 != j % 3},
         "bias": {"bias": jnp.asarray(rng.standard_normal((1, 2, 300, 1)), jnp.float32)},
