@@ -10,6 +10,7 @@ from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -19,6 +20,7 @@ from jax_fa.runtime import (
     bindings,
     blockwise,
     checks,
+    masks,
     partitioner,
     primitives,
     strategies,
@@ -316,12 +318,15 @@ class Explanation:
         problem: what was asked, as kernels see it.
         sharing: the mesh axes that split sequences, their size and the strategy by which devices
             share them (``jax_fa.parallel``); empty if the query's sharding splits none.
+        hidden: of the blocks of 128 x 128, the share that mask and block_mask hide and kernels
+            skip; None without masks, or where only their shapes are given.
     """
 
     platform: str
     choice: Choice
     problem: Problem
     sharing: str = ""
+    hidden: float | None = None
 
     def __str__(self) -> str:
         """Platform, implementation, kernel and reason; what is packed, and who shares it."""
@@ -336,6 +341,8 @@ class Explanation:
         if problem.has_mask:
             shape = (problem.mask_batch, problem.mask_heads, problem.mask_rows, problem.mask_width)
             text = f"{text.rstrip('.')}. Mask: {math.prod(shape) / 2**18:.3g} MiB of bits"
+            if self.hidden is not None:
+                text = f"{text}, {self.hidden:.0%} of blocks skipped"
         if self.sharing:
             text = f"{text.rstrip('.')}. Shared: {self.sharing}"
         return text
@@ -401,7 +408,15 @@ def explain(
     sharing = partitioner.explained(
         call, getattr(at_hand, "sharding", None), on_kernels=choice.implementation != "xla"
     )
-    return Explanation(platform, choice, problem, sharing)
+    masks_given = (_value(x) for x in (mask, options.get("block_mask")))
+    return Explanation(platform, choice, problem, sharing, masks.hidden_share(*masks_given))
+
+
+def _value(given: Any) -> np.ndarray | None:
+    """An array's values, None if there are none or they are not known yet."""
+    if given is None or isinstance(given, jax.ShapeDtypeStruct | jax.core.Tracer):
+        return None
+    return np.asarray(given)
 
 
 # ---------------------------------------------------------------------------------------- running

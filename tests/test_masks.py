@@ -146,6 +146,26 @@ def test_explain_tells_the_size_of_a_mask():
     assert text.startswith("cpu: cpu") and text.endswith("Mask: 0.25 MiB of bits")
 
 
+@pytest.mark.parametrize("length", [256, 300])
+def test_explain_tells_the_share_of_blocks_that_masks_hide(length):
+    q, *_ = problem(1, length, 2, 16)
+    rows = np.arange(length)
+    causal = jnp.asarray(rows[None] <= rows[:, None])
+    count = -(-length // 128)
+    blocks = jnp.ones((1, 2, count, count), bool).at[0, 1, -1].set(False)
+    for options, hidden in (
+        ({"mask": causal}, (count - 1) / 2 / count),
+        ({"block_mask": blocks}, 0.5 / count),
+        ({"mask": causal, "block_mask": blocks}, 0.5),
+        ({"mask": jnp.ones((length,), bool)}, 0.0),
+        ({"mask_mod": lambda b, h, i, j: i >= j}, None),
+    ):
+        explained = jax_fa.explain(q, q, q, **options)
+        assert explained.hidden == (hidden if hidden is None else pytest.approx(hidden)), options
+        skipped = "" if hidden is None else f", {hidden:.0%} of blocks skipped"
+        assert str(explained).endswith(f"MiB of bits{skipped}")
+
+
 def test_forward_and_backward_alone_take_a_mask():
     q, k, v = problem(1, 40, 2, 16)
     mask = jnp.asarray(np.random.default_rng(2).random((40, 40)) < 0.6)
@@ -175,7 +195,7 @@ def test_a_block_mask_is_never_expanded_to_pairs():
     program = str(jax.make_jaxpr(jax.grad(step, (0, 1, 2)))(q, k, v))
     assert "[1,2,8,32]" in program and "1024,1024]" not in program and "1024,32]" not in program
     text = str(jax_fa.explain(q, k, v, block_mask=blocks))
-    assert text.endswith("Mask: 0.00195 MiB of bits")
+    assert "Mask: 0.00195 MiB of bits, " in text
 
 
 @pytest.mark.parametrize("more", ["mask", "mask_mod", "bias", "unfused"])

@@ -121,6 +121,21 @@ def unpacked(words: Array, q_len: int, kv_len: int) -> Array:
     return pairs[..., : kv_len if pairs.shape[-1] >= kv_len else 1]
 
 
+def hidden_share(mask: np.ndarray | None, blocks: np.ndarray | None) -> float | None:
+    """The share of blocks of 128 x 128 in which mask and block mask hide all; None without any.
+
+    Both are bool of rank 4 at most.
+    """
+    shown = None if blocks is None else blocks
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        for axis in (2, 3):
+            starts = range(0, mask.shape[axis], MASK_BLOCK)
+            mask = np.logical_or.reduceat(mask, starts, axis) if mask.size else mask
+        shown = mask if shown is None else shown & mask
+    return None if shown is None or not shown.size else float(1 - shown.mean())
+
+
 def rows(operands: Operands, start: Array | int, count: int) -> Operands:
     """Operands whose mask is that of ``count`` rows from ``start`` on; without its map."""
     words = operands.mask_words
