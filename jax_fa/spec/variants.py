@@ -142,16 +142,29 @@ SPLIT_ROWS = 128
 """Query rows per tile in ``kv_splits``: the smallest ``block_q`` of any forward kernel that splits,
 so that keys are never split where a kernel of larger tiles would do better without."""
 
+SPLIT_BLOCK = 128
+"""Keys that ``kv_splits`` counts as a block, whatever the ``block_kv`` of the kernel."""
+
 SPLIT_KEYS = 512
 """Keys that a part has at least. Merging is one more launch and one more pass over the parts, about
 as long as one multiprocessor takes for 3 or 4 blocks of 128 keys: it must save more than that."""
 
 
+PART_BLOCKS, MERGED_BLOCKS, LAUNCH_BLOCKS = 2, 18, 4
+"""In units of the time that a multiprocessor takes for a block of keys: what starting a part costs,
+what 128 rows of it cost to write and merge in float32, and the merging kernel's start. Fitted to 17
+shapes on an H200, of which sharing made 13 faster, up to 6 times, and 3 slower, which these refuse
+(64 x 1 query, 5038 keys, 64:8 heads, D = 64: 1839 us apart, 301 shared; 64 x 64, 2048 keys, 64:8,
+D = 128: 898 and 974)."""
+
+
 def kv_splits(problem: Problem) -> int:
     """Parts into which the keys of a query tile are to be split, each a CTA of its own.
 
-    1 unless at least half of ``RESIDENT_CTAS`` would lie idle and there are keys for two parts:
-    short queries over long keys, as in decoding. Packed sequences count with their mean length.
+    More than 1 for short queries over long keys, as in decoding, for one of two reasons: at least
+    half of ``RESIDENT_CTAS`` would lie idle, and there are keys for two parts; or query heads that
+    share keys fit one tile, as they may where keys are split, and that saves a third of the time or
+    more. Packed sequences count with their mean length.
     """
     p = problem
     sharing = packing(SPLIT_ROWS, max(p.group, 1))
@@ -160,7 +173,12 @@ def kv_splits(problem: Problem) -> int:
     q_tiles = packed if packing_pays(packed, plain) else plain
     kv_len = p.kv_len * p.batch // max(p.num_sequences, 1)
     wanted = RESIDENT_CTAS // max(q_tiles, 1)
-    return max(min(wanted, kv_len // SPLIT_KEYS), 1)
+    parts = max(min(wanted, kv_len // SPLIT_KEYS), 1)
+    band = p.semantics.band
+    blocks = ceil_div(min(kv_len, band.left_bound + band.right_bound + p.q_len), SPLIT_BLOCK)
+    merged = p.batch * p.q_len * p.num_q_heads * MERGED_BLOCKS // SPLIT_ROWS
+    shared = packed * (blocks + PART_BLOCKS) + merged + RESIDENT_CTAS * LAUNCH_BLOCKS
+    return max(parts, 2) if blocks > 1 and 3 * shared <= 2 * plain * blocks else parts
 
 
 def _q_tiles(problem: Problem, positions: int, units: int) -> int:

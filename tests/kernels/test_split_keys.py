@@ -70,8 +70,10 @@ def test_heads_that_share_a_tile_count_once():
     [
         {"kv_len": 2 * variants.SPLIT_KEYS - 1},
         {"num_q_heads": division.RESIDENT_CTAS // 2, "num_kv_heads": division.RESIDENT_CTAS // 2},
-        {"batch": 64, "num_sequences": 64},
         {"q_len": 4096},
+        {"batch": 64, "num_sequences": 64, "num_kv_heads": 8},
+        {"batch": 64, "num_sequences": 64, "q_len": 64, "kv_len": 1024},
+        {"batch": 64, "num_sequences": 64, "kv_len": 128},
         {"batch": 1, "q_len": 64, "num_sequences": 64, "is_packed": True},
         {"batch": 1, "q_len": 2, "num_sequences": 20, "kv_len": 10000, "is_packed": True},
     ],
@@ -79,6 +81,15 @@ def test_heads_that_share_a_tile_count_once():
 )
 def test_many_tiles_or_few_keys_are_not_split(fields):
     assert variants.kv_splits(replace(DECODE, **fields)) == 1
+
+
+def test_tiles_are_split_in_two_where_heads_that_share_them_save_more_than_merging_costs():
+    many = replace(DECODE, batch=64, num_sequences=64, kv_len=4096)
+    short = {"kv_len": 512, "num_q_heads": 32, "num_kv_heads": 8}
+    for fields in ({}, {"q_len": 8}, short, {"num_q_heads": 64, "num_kv_heads": 8}):
+        assert variants.kv_splits(replace(many, **fields)) == 2, fields
+    narrow = replace(many.semantics, band=Band(left=100, right=0))
+    assert variants.kv_splits(replace(many, semantics=narrow)) == 1
 
 
 def test_packed_sequences_count_with_their_mean_length():
