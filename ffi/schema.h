@@ -92,7 +92,9 @@ inline constexpr size_t kNumLetters = 21;
 using Extents = std::array<int64_t, kNumLetters>;
 inline Extents ExtentsOf(const Problem& p) {
   const int64_t rows = ((((((p.batch * p.q_len) + 128) - 1) / 128) + p.num_sequences) * 128);
-  const int64_t parts = std::max<int64_t>(std::min<int64_t>((132 / std::max<int64_t>((((((((p.batch * p.kv_len) + 128) - 1) / 128) + p.num_sequences) - p.batch) * p.num_kv_heads), 1)), (p.num_q_heads / p.num_kv_heads)), 1);
+  const int64_t filling = std::max<int64_t>((132 / std::max<int64_t>((((((((p.batch * p.kv_len) + 128) - 1) / 128) + p.num_sequences) - p.batch) * p.num_kv_heads), 1)), 1);
+  const int64_t filled = (std::max<int64_t>((((((((p.batch * p.kv_len) + 128) - 1) / 128) + p.num_sequences) - p.batch) * p.num_kv_heads), 1) * filling);
+  const int64_t parts = std::max<int64_t>(std::min<int64_t>((filling * ((std::max<int64_t>(int64_t{p.window_left != kUnbounded || p.window_right != kUnbounded}, std::min<int64_t>(std::max<int64_t>(((((((filled * 1) + 132) - 1) / 132) * 40) - (((((filled * 4) + 132) - 1) / 132) * 11)), 0), 1)) * (std::max<int64_t>(std::min<int64_t>((528 / filled), 4), 1) - 1)) + 1)), (p.num_q_heads / p.num_kv_heads)), 1);
   return {
       p.batch,  // B
       p.num_sequences,  // M

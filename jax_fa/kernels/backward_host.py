@@ -23,7 +23,7 @@ from jax_fa.kernels import (
 )
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
 from jax_fa.spec import backward_division
-from jax_fa.spec.band import ceil_div
+from jax_fa.spec.band import UNBOUNDED, ceil_div
 
 
 class BackwardCall(NamedTuple):
@@ -217,6 +217,7 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
         )
         num_tiles = backward_division.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
         group = num_q_heads // num_kv_heads
+        is_banded = Int32((window_left != UNBOUNDED) | (window_right != UNBOUNDED))
         mask = dense_mask.of_call(
             mask_words, mask_map, mask_batch, mask_heads, mask_rows, mask_width, q_len
         )
@@ -236,7 +237,7 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
             window_right=window_right,
             bottom_right=bottom_right,
             group=group,
-            splits=backward_division.head_splits(num_tiles, group, tiles.EXTREMES),
+            splits=backward_division.head_splits(num_tiles, group, is_banded, tiles.EXTREMES),
             scale=scale,
             score_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
             cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),

@@ -109,7 +109,10 @@ def _extents() -> tuple[dict[str, Any], dict[str, _Text]]:
     )
     given: dict[str, Any] = {x.letter: _Text(f"p.{x.name}") for x in schema.EXTENTS}
     given |= schema.derived(given, on.extremes)
-    derived = scratch.extents(given, _Text("p.num_splits"), _Text("p.deterministic"), on)
+    bounds = [f"p.window_{side} != kUnbounded" for side in ("left", "right")]
+    is_banded = _Text(f"int64_t{{{' || '.join(bounds)}}}")
+    asked = scratch.Asked(_Text("p.num_splits"), _Text("p.deterministic"), is_banded)
+    derived = scratch.extents(given, asked, on)
     used = {x for array in schema.BY_NAME.values() for x in array.dims.split()}
     return {**given, **derived, **{x: x for x in sorted(used) if x.isdigit()}}, variables
 

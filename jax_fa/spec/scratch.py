@@ -31,22 +31,34 @@ class Arithmetic(NamedTuple):
 ON_INTS = Arithmetic(OF_INTS, lambda if_, then, else_: then if if_ else else_, lambda _, x: x)
 
 
-def extents(
-    given: Mapping[str, Any], num_splits: Any, deterministic: Any, on: Arithmetic = ON_INTS
-) -> dict[str, Any]:
+class Asked(NamedTuple):
+    """What scratch depends on, besides extents.
+
+    Attributes:
+        num_splits: parts of the keys in a forward.
+        deterministic: of a backward.
+        is_banded: 1 where a causal mask or a window hides keys, else 0.
+    """
+
+    num_splits: Any
+    deterministic: Any
+    is_banded: Any
+
+
+def extents(given: Mapping[str, Any], asked: Asked, on: Arithmetic = ON_INTS) -> dict[str, Any]:
     """Extents of the letters that only scratch has, given those of ``schema.extents``."""
     x = given
     rows = on.named("rows", backward_division.scratch_rows(x["B"], x["M"], x["T"]))
     tiles = backward_division.kv_tiles(x["B"], x["M"], x["S"]) * x["K"]
     group = x["N"] // x["K"]
-    parts = backward_division.head_splits(tiles, group, on.extremes)
+    parts = backward_division.head_splits(tiles, group, asked.is_banded, on.extremes, on.named)
     parts = on.named("parts", parts)
     return {
-        "P": on.select(num_splits > 1, num_splits, 0),
+        "P": on.select(asked.num_splits > 1, asked.num_splits, 0),
         "R": rows,
         "H": on.select(parts > 1, parts, 0),
         "E": x["B"] * x["S"] * x["K"] * (x["D"] + x["Dv"]),
-        "U": on.select(deterministic, rows // backward_division.TURN_ROWS, 0),
+        "U": on.select(asked.deterministic, rows // backward_division.TURN_ROWS, 0),
     }
 
 
@@ -63,7 +75,9 @@ def shapes(
     if operation == "fwd" and num_splits == 1:
         return {}
     letters = schema.extents(problem)
-    letters |= extents(letters, num_splits, problem.semantics.deterministic)
+    semantics = problem.semantics
+    asked = Asked(num_splits, semantics.deterministic, int(not semantics.band.is_full))
+    letters |= extents(letters, asked)
     return {
         array.name: (array.shape(letters), array.dtype)
         for array in schema.OPERATIONS[operation].scratch

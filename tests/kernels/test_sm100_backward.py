@@ -131,15 +131,16 @@ def kernels(tmp_path_factory):
     return kernel
 
 
-def scratch_for(operands, num_sequences, deterministic):
+def scratch_for(operands, case, deterministic):
     """Arrays of ``abi.SCRATCH`` that hold nothing of use."""
     (batch, q_len, num_heads, head_dim), (_, kv_len, num_kv_heads, _) = (
         operands.q.shape,
         operands.k.shape,
     )
+    num_sequences, is_banded = case.num_sequences, int(not case.semantics.band.is_full)
     rows = backward_division.scratch_rows(batch, num_sequences, q_len)
     tiles = backward_division.kv_tiles(batch, num_sequences, kv_len) * num_kv_heads
-    splits = backward_division.head_splits(tiles, num_heads // num_kv_heads)
+    splits = backward_division.head_splits(tiles, num_heads // num_kv_heads, is_banded)
     sums = (splits, operands.k.size + operands.v.size)
     scratch: dict[str, tuple[int, ...]] = {
         "dq_sum": (num_heads, rows, head_dim),
@@ -163,7 +164,7 @@ def call(built, case, *, seed=0, deterministic=False, num_sms=2, options=None):
     arrays = {
         **operands._asdict(),
         **results,
-        **scratch_for(operands, case.num_sequences, deterministic),
+        **scratch_for(operands, case, deterministic),
         "out": np.asarray(wanted.rounded.out).astype(ml_dtypes.bfloat16),
         "lse": np.asarray(wanted.rounded.lse, np.float32),
         "dout": dout,
