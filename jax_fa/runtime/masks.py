@@ -160,12 +160,12 @@ def _by_rows(words: Array, q_len: int) -> Array:
 
 
 def _beyond(width: int, kv_len: int) -> np.ndarray:
-    """int32 [width]: bits of keys beyond S; none in a word that says the same of all keys."""
+    """int32 [1, 1, 1, width]: bits of keys beyond S; none in a word that speaks of all keys."""
     if width * WORD_KEYS < kv_len:
-        return np.zeros(width, np.int32)
+        return np.zeros((1, 1, 1, width), np.int32)
     keys = np.arange(width * WORD_KEYS).reshape(width, WORD_KEYS)
     bits = np.sum((keys >= kv_len) * (1 << np.arange(WORD_KEYS)), axis=1)
-    return bits.astype(np.uint32).astype(np.int32)
+    return bits.astype(np.uint32).astype(np.int32).reshape(1, 1, 1, width)
 
 
 def _counted(rank: int, count: int) -> Array:
