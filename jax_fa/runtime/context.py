@@ -216,7 +216,7 @@ def over_heads(
 
 
 def _divisible(operands: Operands, size: int) -> Operands:
-    """Operands whose key/value heads ``size`` divides: where needed, each head several times."""
+    """Repeats key/value heads, where needed, until ``size`` divides their number."""
     copies = size // math.gcd(size, operands.k.shape[2])
     if copies == 1:
         return operands
@@ -391,7 +391,7 @@ _NOTHING = (0, -jnp.inf)
 
 
 def _given(which: Any, index: int, new: Any, otherwise: Any) -> Any:
-    """``new`` if it is of chunk ``index``; else None, or ``otherwise`` where that is not known."""
+    """``new`` if it is of chunk ``index``, else None; ``otherwise`` if run time has to tell."""
     if isinstance(which, int):
         return new if which == index else None
     if not isinstance(otherwise, tuple):
@@ -434,7 +434,7 @@ def _sum(total: Any, new: Any) -> Any:
 
 
 def _sent(job: Job, x: Array, pairs: list[tuple[int, int]]) -> Array:
-    """``x`` of each device at the one that ``pairs`` (from, to) name, by numbers along the axis.
+    """Sends ``x`` from device to device, as ``pairs`` (from, to) of numbers along the axis say.
 
     HAZARD: where an axis is several, ``ppermute`` numbers devices in the order of the mesh, unlike
     ``axis_index`` and every other collective (jax 0.10 to 0.12).

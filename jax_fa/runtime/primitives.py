@@ -1,7 +1,7 @@
 """The two operations, forward and backward, as JAX primitives.
 
-A primitive is what lets one traced program take the right path on every platform it is lowered for
-(``choice.choose``), fold ``vmap`` into the batch, and refuse the derivatives that do not exist.
+As a primitive, one traced program takes the right path on every platform that it is lowered for
+(``dispatch.choose``), folds ``vmap`` into the batch, and refuses derivatives that do not exist.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
 
 
 class FallbackWarning(UserWarning):
-    """A problem runs unfused for want of a kernel."""
+    """A call runs unfused because no kernel serves it."""
 
 
 _warned: set[tuple[str, str]] = set()
 
 
 def _split(names: tuple[str, ...], arrays: Sequence[Any]) -> tuple[Operands, list[Any]]:
-    """Flat arrays of a primitive -> operands, and what follows them (backward only)."""
+    """Splits a primitive's flat arrays into operands and what follows them (backward only)."""
     values = dict(zip(names, arrays, strict=False))
     return Operands(**values), list(arrays[len(names) :])
 
@@ -86,9 +86,9 @@ def backward(
 
 
 def aligned(arrays: list[Array]) -> list[Array]:
-    """Makes every array vary over the mesh axes that any of them varies over (``shard_map``).
+    """Makes every array vary over each mesh axis that any of them varies over (``shard_map``).
 
-    The gradient of this is the sum over devices that an operand shared by them needs.
+    Its gradient sums over the devices that share an operand, as the operand's gradient needs.
     """
     varying = [varying_axes(array) for array in arrays]
     union = frozenset().union(*varying)
@@ -241,7 +241,7 @@ def _resharded(array: Array, spec: PartitionSpec) -> Array:
 
 
 def _sharded_alike(stacked: list[Array], is_packed: bool) -> list[Array]:
-    """Stacked arrays whose two dimensions that become one are sharded alike in all of them.
+    """Shards all stacked arrays alike along the two dimensions that are about to be merged.
 
     Only explicit sharding shows here. Packed rows do not shard by token, so their vmapped dimension
     becomes whole.
@@ -337,7 +337,7 @@ def _batch(
 
 
 def no_further_derivative(*_: Any, **__: Any) -> NoReturn:
-    """Derivative rule of everything that has none: says what to use instead."""
+    """The derivative rule of what has no derivative: says what to use instead."""
     raise NotImplementedError(
         "attention: the fused kernels have one derivative, in reverse mode (jax.grad, jax.vjp). "
         "For forward mode (jax.jvp, jax.jacfwd) and for derivatives of derivatives (jax.hessian) "

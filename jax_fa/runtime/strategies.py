@@ -116,7 +116,7 @@ def _extent(mesh: Any, axis: Any) -> int:
 
 
 def gradients(call: Call, axis: Axis, saved: Result, cotangents: Result) -> Gradients:
-    """Those of ``run`` with strategy "auto", given its results; of sinks, summed over the axis."""
+    """Gradients of ``run`` with strategy "auto", given its results; sinks' summed over the axis."""
     names = [name for name in ("q", "k", "v", "sinks") if name in call.operands.present]
 
     def known(moving: dict[str, Array]) -> Result:
@@ -198,7 +198,7 @@ def _check_split(operands: Operands, axis: Axis) -> None:
 
 
 def _whole_axes(query: Array, array: Array, axis: Axis) -> list[Any]:
-    """Axes that split sequences, and the query, along which every device has the same ``array``."""
+    """Axes that split the query's tokens, while all devices along them have the same ``array``."""
     names = axis if isinstance(axis, tuple) else (axis,)
     split = primitives.varying_axes(query) - primitives.varying_axes(array)
     return [name for name in names if name in split and size_of(name) > 1]
@@ -277,7 +277,7 @@ def _orders(how: How, axis: Axis) -> tuple[Order, Order]:
 
 
 def _as_far_as_order_matters(call: Call, how: How, reason: str | None) -> How:
-    """``how``, with tokens that no mask counts as good as contiguous."""
+    """``how``, but contiguous where no mask makes the order of tokens matter."""
     checks.name_among("layout", how.layout, get_args(Layout))
     operands, band = call.operands, call.semantics.band
     has_lengths = operands.q_lengths is not None or operands.kv_lengths is not None
