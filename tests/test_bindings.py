@@ -16,6 +16,7 @@ from jax_fa.runtime import bindings
 from jax_fa.runtime.dispatch import Kernel
 from jax_fa.runtime.partitioning import Call
 from jax_fa.spec import schema, scratch
+from jax_fa.spec.band import Band
 from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
 
 
@@ -190,14 +191,16 @@ def test_scratch_has_the_same_shapes_on_both_sides():
         q_len, kv_len = (int(x) for x in rng.choice([0, 1, 63, 64, 128, 129, 5000], 2))
         extents = (batch, sequences, q_len, kv_len, kv_heads * group, kv_heads, 64, 128)
         deterministic = bool(rng.integers(2))
-        problem = Problem("float32", *extents, Semantics(1.0, deterministic=deterministic))
+        band = Band(bool(rng.integers(2)), *rng.choice([None, 7], 2))
+        problem = Problem("float32", *extents, Semantics(1.0, band, deterministic=deterministic))
+        asked = (deterministic, band.left_bound, band.right_bound)
         for num_splits, shapes in (
             (0, scratch.shapes("bwd", problem)),
             (5, scratch.shapes("fwd", problem, 5)),
         ):
             wanted = [(name, [*shape], dtype) for name, (shape, dtype) in shapes.items()]
             given = [getattr(problem, x.name) for x in schema.EXTENTS]
-            assert _jax_fa.scratch_shapes(given, deterministic, num_splits) == wanted
+            assert _jax_fa.scratch_shapes(given, *asked, num_splits) == wanted
 
 
 def lowered(function, *shapes):
@@ -242,7 +245,7 @@ def test_the_kernel_is_one_that_every_family_has(lacking, kernel, all_kernels):
 def test_the_part_of_a_device_has_a_kernel_of_its_own(batch, kernel):
     """Of a call that is split: ``Call.text`` names none."""
     call = Call("fwd", "cuda", ("q", "k", "v"), Semantics(1.0), kernel=Kernel("bf16_d128_causal"))
-    kv = (batch, 16384, 2, 128)
+    kv = (batch, 16384, 8, 128)
     kernels = lowered(Call.of(call.text()).compute, (batch, 1, 8, 128), kv, kv)
     assert kernels == [kernel]
 
