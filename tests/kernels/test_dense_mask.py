@@ -16,6 +16,7 @@ pytestmark = [
     needs_dsl,
     needs_compiler,
     pytest.mark.filterwarnings("default::DeprecationWarning"),  # of the DSL, within the DSL
+    pytest.mark.filterwarnings("default:This static loop"),  # likewise, of heads of 256
 ]
 
 HOPPER = KernelKey("sm_90a", "bfloat16", 64, 64, "general")
