@@ -148,7 +148,8 @@ Complaint CheckInputs(const Params& params) {
       (extras.q_segments == nullptr) != (extras.kv_segments == nullptr)) {
     return "q_segments and kv_segments should be given together";
   }
-  if ((extras.mask_words == nullptr) != (extras.mask_map == nullptr)) {
+  // Without queries the map has no rows, while words that say the same of all have one.
+  if (q_tokens > 0 && (extras.mask_words == nullptr) != (extras.mask_map == nullptr)) {
     return "mask_words and mask_map should be given together";
   }
   if (is_packed && extras.mask_words != nullptr) {

@@ -98,7 +98,7 @@ Plan FaultlessPlan(Fuzz& fuzz) {
   if (has_mask) {
     p.mask_batch = fuzz.OneOf<int64_t>({1, batch});
     p.mask_heads = fuzz.OneOf<int64_t>({1, heads});
-    p.mask_rows = fuzz.OneOf<int64_t>({1, q_len});
+    p.mask_rows = fuzz.OneOf<int64_t>({1, q_len, (q_len + kMaskBlock - 1) / kMaskBlock});
     p.mask_width = fuzz.OneOf<int64_t>({1, (kv_len + 31) / 32});
   }
   const auto is_present = [&](const Array& array) {
