@@ -133,10 +133,15 @@ GPU_PACKED = tuple(
 
 GPU_DECODE = tuple(
     Workload(f"decode_b{batch}_{kv_len}", batch, 1, kv_len, 32, 8, 128, is_causal=False)
-    for batch in (1, 4)
-    for kv_len in (4096, 16384, 65536)
+    for batch, lengths in (
+        (1, (4096, 16384, 65536)),
+        (4, (4096, 16384, 65536)),
+        (64, (512, 4096)),
+    )
+    for kv_len in lengths
 )
-"""One query over a long cache: keys are split while multiprocessors lie idle (batch 1)."""
+"""One query over a cache: keys are split while multiprocessors lie idle (batch 1), and where query
+heads then share tiles (batch 64)."""
 
 GPU_DETERMINISTIC = tuple(
     replace(_gpu(f"det_d{head_dim}", length, head_dim, heads, is_causal), is_deterministic=True)

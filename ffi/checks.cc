@@ -48,7 +48,9 @@ Complaint CheckMaskExtents(const Problem& p) {
   for (const auto& extent : extents) {
     if (extent.value != 1 && extent.value != extent.full && extent.value != extent.by_blocks) {
       const std::string blocks =
-          extent.by_blocks == 1 ? "" : ", or " + std::to_string(extent.by_blocks) + " of 128";
+          extent.by_blocks == 1
+              ? ""
+              : ", or " + std::to_string(extent.by_blocks) + " of " + std::to_string(kMaskBlock);
       return "mask_words should have 1 or " + std::to_string(extent.full) + " " + extent.name +
              blocks + ", but has " + std::to_string(extent.value);
     }
