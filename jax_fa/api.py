@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,21 @@ from jax_fa.runtime import (
     strategies,
     vjp,
 )
-from jax_fa.runtime.arguments import Call, Explained, Keywords, Options, PackingKeywords, WindowSize
+from jax_fa.runtime.arguments import (
+    WHOLE,
+    Call,
+    Explained,
+    Keywords,
+    Options,
+    PackingKeywords,
+    Share,
+    WindowSize,
+)
 from jax_fa.runtime.dispatch import Choice, Implementation, choose
 from jax_fa.spec.band import Alignment
 from jax_fa.spec.problem import Problem
+
+T = TypeVar("T")
 
 
 def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
@@ -170,7 +181,7 @@ def attention_on_kernels(
     return_residual = checks.flag("return_residual", return_residual)
     call = without_cudnn(arguments.dense((query, key, value), {"mask": mask, **options}))
     problem = _problem(call)
-    if _choice(call, problem, jax.default_backend()).implementation == "xla":
+    if choice_for(call, problem, bindings.lowered_platform()).implementation == "xla":
         return None
     return functools.partial(_as_jax_nn, call, return_residual)
 
@@ -384,32 +395,43 @@ def explain(
         TypeError: the call would raise it.
         NotImplementedError: the call would raise it.
     """
-    default = jax.default_backend()
-    if platform is None:
-        platform = default
-    checks.name_among("platform", platform, sorted({*_PLATFORMS, default}), "None or ")
-    platform = "cuda" if platform == "gpu" else platform
+    platform = platform_asked(platform)
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
-    # Values stay values: what is a number to `attention` has to be one here.
-    shapes = {name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    calls: list[Call] = []
-    problems: list[Problem] = []
-
-    def check(arrays: dict[str, Any]) -> None:
-        rest = {**given, **arrays}
-        qkv = (rest.pop("query"), rest.pop("key"), rest.pop("value"))
-        calls.append(arguments.named(qkv, rest))
-        problems.append(_problem(calls[-1]))
-
-    jax.eval_shape(check, shapes)
-    (call,), (problem,) = calls, problems
-    choice = _choice(call, problem, platform)
+    call, problem = look_at(given, lambda call: (call, _problem(call)))
+    choice = choice_for(call, problem, platform)
     at_hand = query if not isinstance(query, jax.core.Tracer) else jax.typeof(query)
     sharing = partitioner.explained(
         call, getattr(at_hand, "sharding", None), on_kernels=choice.implementation != "xla"
     )
     masks_given = (_value(x) for x in (mask, options.get("block_mask")))
     return Explanation(platform, choice, problem, sharing, masks.hidden_share(*masks_given))
+
+
+def platform_asked(given: str | None) -> str:
+    """What JAX calls the platform that a caller of ``explain`` named.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    known = sorted({*_PLATFORMS, jax.default_backend()})
+    if given is not None:
+        checks.name_among("platform", given, known, "None or ")
+    return bindings.lowered_platform(given)
+
+
+def look_at(given: Mapping[str, Any], look: Callable[[Call], T], share: Share = WHOLE) -> T:
+    """What ``look`` says of a call, some of whose arrays may be shapes; computes nothing."""
+    # Values stay values: what is a number to `attention` has to be one here.
+    shapes = {name: x for name, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    found: list[T] = []
+
+    def check(arrays: dict[str, Any]) -> None:
+        rest = {**given, **arrays}
+        qkv = (rest.pop("query"), rest.pop("key"), rest.pop("value"))
+        found.append(look(arguments.named(qkv, rest, share)))
+
+    jax.eval_shape(check, shapes)
+    return found[0]
 
 
 def _value(given: Any) -> np.ndarray | None:
@@ -428,8 +450,11 @@ def _problem(call: Call) -> Problem:
     return Problem.of(operands, call.semantics)
 
 
-def _choice(call: Call, problem: Problem, platform: str) -> Choice:
-    reason = arguments.needs_reference(call)
+def choice_for(
+    call: Call, problem: Problem, platform: str, *, shares_tokens: bool = False
+) -> Choice:
+    """The implementation of ``problem``, which ``call`` asks on ``platform``, and why."""
+    reason = arguments.needs_reference(call, shares_tokens=shares_tokens)
     if reason is None:
         target = bindings.target(platform, call.implementation)
         return choose(problem, target, call.implementation)

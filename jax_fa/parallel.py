@@ -12,7 +12,7 @@ mask).
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 from jax import Array
@@ -20,11 +20,20 @@ from jax.typing import ArrayLike
 
 from jax_fa import api
 from jax_fa.runtime import arguments, strategies
-from jax_fa.runtime.arguments import Given, Keywords, Options, PackingKeywords, Share
+from jax_fa.runtime.arguments import (
+    Call,
+    Explained,
+    Given,
+    Keywords,
+    Options,
+    PackingKeywords,
+    Share,
+)
 from jax_fa.runtime.context import Axis
 from jax_fa.runtime.layouts import Layout
 from jax_fa.runtime.strategies import How, Positions, Strategy
 from jax_fa.runtime.vjp import Result
+from jax_fa.spec.problem import Problem
 
 
 def attention(  # noqa: PLR0913 (as jax_fa.attention_varlen)
@@ -174,6 +183,76 @@ def attention_varlen(  # noqa: PLR0913 (as jax_fa.attention_varlen)
     return strategies.run(api.without_cudnn(call), How(context_axis, strategy, layout, positions))[
         0
     ][0]
+
+
+def explain(  # noqa: PLR0913 (as attention)
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    context_axis: Axis = "context",
+    strategy: Strategy | tuple[Strategy, ...] = "auto",
+    layout: Layout = "contiguous",
+    positions: Positions = None,
+    platform: str | None = None,
+    **options: Unpack[Explained],
+) -> api.Explanation:
+    """Explains what a call of ``attention`` here would run on each device; computes nothing.
+
+    Call it where ``attention`` is called, inside ``jax.shard_map``, while that is traced::
+
+        print(jax_fa.parallel.explain(q, k, v, is_causal=True))
+
+    It names the strategy, and the kernels that devices run between the exchanges, whose sequences
+    and heads are other parts than those of the operands. With ``cu_seqlens_q`` and
+    ``cu_seqlens_k`` the call is that of ``attention_varlen``.
+
+    Args:
+        query: as of ``attention``, or its shape as a ``jax.ShapeDtypeStruct``, as are all arrays.
+        key: likewise.
+        value: likewise.
+        bias: likewise.
+        mask: likewise.
+        context_axis: as of ``attention``.
+        strategy: as of ``attention``.
+        layout: as of ``attention``.
+        positions: as of ``attention``.
+        platform: as of ``jax_fa.explain``.
+        **options: keywords of ``attention`` or ``attention_varlen``.
+
+    Returns:
+        An ``Explanation`` whose ``choice`` and ``problem`` are those of the first kernel, and whose
+        ``sharing`` names the strategy and all kernels, where they are several.
+
+    Raises:
+        ValueError: the call would raise it, or the platform is unknown.
+        TypeError: the call would raise it.
+        NotImplementedError: the call would raise it.
+    """
+    platform = api.platform_asked(platform)
+    how = How(context_axis, strategy, layout, positions)
+    given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, **options}
+
+    def look(call: Call) -> api.Explanation:
+        call = api.without_cudnn(call)
+        problems = strategies.problems_inside(call, how) or [
+            Problem.of(call.operands, call.semantics)
+        ]
+        choices = [
+            api.choice_for(call, problem, platform, shares_tokens=True) for problem in problems
+        ]
+        size = strategies.size_of(context_axis)
+        sharing = (
+            f"tokens over {context_axis!r} ({size} devices): {strategies.names_inside(call, how)}"
+        )
+        kernels = dict.fromkeys(choice.kernel for choice in choices if choice.kernel)
+        if len(kernels) > 1:
+            sharing = f"{sharing}, with {' and '.join(kernels)}"
+        return api.Explanation(platform, choices[0], problems[0], sharing)
+
+    return api.look_at(given, look, _share(context_axis))
 
 
 def _dense(qkv: Given, options: Options, how: How) -> Result:

@@ -10,6 +10,9 @@ import pytest
 from flax import nnx
 
 import jax_fa
+from jax_fa.api import attention_on_kernels
+from jax_fa.runtime import bindings
+from jax_fa.spec.variants import BY_NAME
 
 ORIGINAL = jax.nn.dot_product_attention
 Q, K, V = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
@@ -77,6 +80,17 @@ def test_what_no_kernel_serves_goes_to_jax_nn_as_it_is(keywords, monkeypatch):
             jax.jit(lambda s: jax.nn.dot_product_attention(Q, K, V, scale=s))(scale)
     ((_, passed),) = given
     assert passed.keys() == {*keywords, *(["implementation"] if scale is None else [])}
+
+
+def test_on_a_gpu_its_kernels_are_found_under_the_name_that_jax_gives_the_backend(monkeypatch):
+    """JAX lowers for "cuda", but calls the default backend "gpu"."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(bindings, "compiled", lambda: frozenset(BY_NAME))
+    q = Q[..., :8].astype(jnp.bfloat16)
+    assert attention_on_kernels(q, q, q, is_causal=True) is not None
+    assert attention_on_kernels(q, q, q, scale=jnp.float32(1.0)) is not None  # a number at hand
+    assert attention_on_kernels(Q, K, V) is None  # float32
+    assert jax_fa.explain(q, q, q).platform == "cuda"
 
 
 def test_errors_are_those_of_jax_nn():

@@ -236,7 +236,7 @@ def missing_attribute(call: Call) -> None:
 
 
 def other_attribute(call: Call) -> None:
-    name = call.one_of((*call.attributes, "scale2", ""))
+    name = call.one_of((*call.attributes, "scale2"))
     values = (np.float64(0.5), np.int64(1), np.int8(1), "x" * 5000, np.array([1, 2], np.int32))
     call.attributes[name] = call.one_of(values)
 

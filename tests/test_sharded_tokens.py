@@ -30,7 +30,8 @@ from test_parallel import (
 )
 
 import jax_fa
-from jax_fa.runtime import sharding
+from jax_fa.runtime import bindings, sharding
+from jax_fa.spec.variants import BY_NAME
 
 GATHERED = {"heads": 8, "kv_heads": 2}
 """Heads that no axis of four or eight devices divides, so that keys are gathered."""
@@ -302,3 +303,45 @@ def test_explain_of_a_packed_call_and_of_arrays_at_hand():
     assert unfused.endswith(": as XLA splits what runs unfused")
     borders = jnp.array([0, 20, 32])
     assert jax_fa.explain(q, k, v, cu_seqlens_q=borders, cu_seqlens_k=borders).sharing == text
+
+
+@pytest.mark.parametrize(
+    ("options", "kernels", "sharing"),
+    [
+        ({}, ["d64_causal"], "all_to_all"),
+        ({"strategy": "all_gather"}, ["d64_general"], "all_gather"),
+        ({"strategy": "ring"}, ["d64_causal", "d64_full"], "ring, with "),
+        ({"strategy": "ring", "is_causal": False}, ["d64_full"], "ring"),
+        ({"local_window_size": (9, 0), "logits_soft_cap": 5.0}, ["d64_general_cap"], "all_gather"),
+        ({"mask_mod": lambda b, h, q, k: q >= k}, [], "all_gather"),
+    ],
+    ids=["auto", "all_gather", "ring", "ring full", "window and cap", "mask function"],
+)
+def test_explain_inside_shard_map_names_strategy_and_kernels(
+    options, kernels, sharing, monkeypatch
+):
+    monkeypatch.setattr(bindings, "compiled", lambda: frozenset(BY_NAME))
+    found = []
+
+    def inside(q):
+        given = {"is_causal": True, "platform": "gpu", **options}
+        found.append(jax_fa.parallel.explain(q, q, q, **given))
+        return q
+
+    q = jax.ShapeDtypeStruct((2, 64, 8, 64), jnp.bfloat16)
+    spec = P(None, "context")
+    jax.eval_shape(jax.shard_map(inside, mesh=mesh_of(8), in_specs=spec, out_specs=spec), q)
+    (explained,) = found
+    assert explained.sharing.startswith(f"tokens over 'context' (8 devices): {sharing}")
+    named = [f"fwd_sm90_bf16_{kernel}" for kernel in kernels]
+    if named:
+        assert named[0] in explained.choice.kernel.split(", ")
+    else:
+        assert explained.choice.implementation == "xla"
+    assert all(name in explained.sharing for name in named[len(named) == 1 :])
+
+
+def test_explain_of_shards_wants_their_axis():
+    q = jax.ShapeDtypeStruct((2, 64, 8, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="Call jax_fa.parallel inside jax.shard_map"):
+        jax_fa.parallel.explain(q, q, q)

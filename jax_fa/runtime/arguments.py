@@ -148,10 +148,11 @@ class Share(NamedTuple):
     number: Any = 0
 
 
-_WHOLE = Share()
+WHOLE = Share()
+"""Sequences that no devices share."""
 
 
-def dense(qkv: Given, options: Options, share: Share = _WHOLE) -> Call:
+def dense(qkv: Given, options: Options, share: Share = WHOLE) -> Call:
     """Checks a call over [B, T, N, D] (or [T, N, D]) arrays.
 
     Args:
@@ -200,12 +201,12 @@ def dense(qkv: Given, options: Options, share: Share = _WHOLE) -> Call:
     return _with_blocks(_with_function(call, options, share), given.block_mask(full), share)
 
 
-def named(qkv: Given, options: Mapping[str, Any]) -> Call:
+def named(qkv: Given, options: Mapping[str, Any], share: Share = WHOLE) -> Call:
     """Checks a call whose options are all named: a packed one if borders are among them."""
     names = PackingKeywords.__annotations__.keys() & options.keys()
     packing: Any = {name: options[name] for name in names}
     rest: Any = {name: x for name, x in options.items() if name not in names}
-    return packed(qkv, packing, rest) if packing else dense(qkv, rest)
+    return packed(qkv, packing, rest, share) if packing else dense(qkv, rest, share)
 
 
 def needs_reference(call: Call, *, shares_tokens: bool = False) -> str | None:
@@ -241,7 +242,7 @@ def check_unfused(call: Call, reason: str | None) -> None:
     )
 
 
-def packed(qkv: Given, packing: PackingKeywords, options: Options, share: Share = _WHOLE) -> Call:
+def packed(qkv: Given, packing: PackingKeywords, options: Options, share: Share = WHOLE) -> Call:
     """Checks a call over packed [total, N, D] arrays; see ``dense``. Borders are of all tokens."""
     _check_names(options, refused=_DENSE_ONLY, advice="use seqused_q, seqused_k and segment ids")
     arrays = _arrays(qkv)

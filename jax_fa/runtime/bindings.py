@@ -79,6 +79,18 @@ def compiled() -> frozenset[str]:
     return frozenset(_jax_fa.variants())
 
 
+def lowered_platform(name: str | None = None) -> str:
+    """What JAX calls a platform when it lowers for it: "cuda" for "gpu"; the default if None."""
+    name = jax.default_backend() if name is None else name
+    if name != "gpu":
+        return name
+    try:
+        jax.devices("rocm")
+    except RuntimeError:
+        return "cuda"
+    return "rocm"
+
+
 def target(platform: str, forced: Forced = None) -> Target:
     """The target of a computation for ``platform``: kernels of this build, GPUs at hand."""
     if isinstance(forced, Emulation):

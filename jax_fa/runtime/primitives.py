@@ -360,3 +360,18 @@ def _make_primitive(name: str, abstract: Any, on_platform: Any) -> Primitive:
 
 forward_p = _make_primitive("jax_fa_forward", _forward_abstract, _forward_on)
 backward_p = _make_primitive("jax_fa_backward", _backward_abstract, _backward_on)
+
+
+def forward_problems(jaxpr: Any) -> list[Problem]:
+    """What a traced program asks of forward kernels: each problem once, in order."""
+    found: dict[Problem, None] = {}
+    for equation in jaxpr.eqns:
+        params = equation.params
+        if equation.primitive is forward_p:
+            operands, _ = _split(params["names"], [x.aval for x in equation.invars])
+            found[Problem.of(operands, params["semantics"])] = None
+        for part in jax.tree.leaves([*params.values()], is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = part if hasattr(part, "eqns") else getattr(part, "jaxpr", None)
+            if hasattr(inner, "eqns"):
+                found.update(dict.fromkeys(forward_problems(inner)))
+    return [*found]

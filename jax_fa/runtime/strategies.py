@@ -23,7 +23,7 @@ from jax_fa.runtime.sharding import Names
 from jax_fa.runtime.vjp import Result
 from jax_fa.spec import schema
 from jax_fa.spec.band import UNBOUNDED
-from jax_fa.spec.problem import Gradients, Operands
+from jax_fa.spec.problem import Gradients, Operands, Problem
 
 Strategy = Literal["auto", "all_gather", "all_to_all", "ring"]
 
@@ -335,12 +335,23 @@ def names_of(call: Call, axis: Axis, mesh: Sequence[tuple[Any, int]]) -> str:
     found: list[str] = []
 
     def inside() -> int:
-        levels = _levels(call, How(axis), arguments.needs_reference(call, shares_tokens=True))
-        found.extend(level.strategy for level in levels)
+        found.append(names_inside(call, How(axis)))
         return 0
 
     jax.make_jaxpr(inside, axis_env=tuple(mesh))()
-    return " of ".join(found)
+    return found[0]
+
+
+def names_inside(call: Call, how: How) -> str:
+    """The strategies that ``run`` takes, in words: the outermost exchange first."""
+    reason = arguments.needs_reference(call, shares_tokens=True)
+    how = _as_far_as_order_matters(call, how._replace(positions=_positions(call, how)), reason)
+    return " of ".join(level.strategy for level in _levels(call, how, reason))
+
+
+def problems_inside(call: Call, how: How) -> list[Problem]:
+    """What ``run`` asks of forward kernels on this device, each once, in order."""
+    return primitives.forward_problems(jax.make_jaxpr(lambda: run(call, how))().jaxpr)
 
 
 def _levels(call: Call, how: How, reason: str | None) -> tuple[Level, ...]:

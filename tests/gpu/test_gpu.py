@@ -173,6 +173,18 @@ def test_padding_with_nan_does_not_leak():
     assert_close(got, wanted(padded, "bfloat16"), "bfloat16")
 
 
+def test_code_that_calls_jax_nn_runs_kernels_where_it_is_replaced():
+    q, k, v = (jnp.ones((2, 256, 4, 64), jnp.bfloat16) for _ in range(3))
+
+    def loss(*qkv):
+        return jnp.sum(jax.nn.dot_product_attention(*qkv, is_causal=True).astype(jnp.float32))
+
+    with jax_fa.replace_jax_nn():
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v).compile().as_text()
+    assert "jax_fa_fwd" in program and "jax_fa_bwd" in program
+    assert "256,256]" not in program
+
+
 def test_explain_names_the_kernel():
     q = jax.ShapeDtypeStruct((2, 512, 8, 128), jnp.bfloat16)
     explanation = jax_fa.explain(q, q, q, is_causal=True)
