@@ -335,32 +335,53 @@ Names AttributeNames() {
 }  // namespace jax_fa
 
 namespace xla::ffi {
+namespace {
+
+std::string_view NameOf(const XLA_FFI_Attrs& attributes, int64_t place) {
+  return {attributes.names[place]->ptr, attributes.names[place]->len};
+}
+
+}  // namespace
+
+std::optional<jax_fa::KernelName> AttrDecoding<jax_fa::KernelName>::Decode(
+    XLA_FFI_AttrType type, void* attr, DiagnosticEngine& diagnostic) {
+  const auto given = AttrDecoding<Dictionary>::Decode(type, attr, diagnostic);
+  if (!given) return std::nullopt;
+  const auto kernel = given->get<std::string_view>("kernel");
+  return jax_fa::KernelName{kernel.has_value() ? *kernel : std::string_view()};
+}
 
 std::optional<jax_fa::Attributes> AttrDecoding<jax_fa::Attributes>::Decode(
     XLA_FFI_AttrType type, void* attr, DiagnosticEngine& diagnostic) {
   const auto given = AttrDecoding<Dictionary>::Decode(type, attr, diagnostic);
   if (!given) return std::nullopt;
+  const auto& all = *static_cast<const XLA_FFI_Attrs*>(attr);
   jax_fa::Attributes attributes{};
-  size_t num_known = 0;
+  int64_t num_known = 0;
   bool ok = true;
+  // Looks each up once and makes no message unless one is due: this runs in every call.
   const auto decode = [&](const char* name, auto& field, bool is_required) {
-    if (!given->contains(name)) {
+    int64_t place = 0;
+    while (place < all.size && NameOf(all, place) != name) ++place;
+    if (place == all.size) {
       if (is_required) diagnostic.Emit("jax_fa: no attribute ") << name << ". ";
       ok = ok && !is_required;
       return;
     }
     ++num_known;
-    const auto value = given->get<std::decay_t<decltype(field)>>(name);
-    if (value.has_error()) {
-      diagnostic.Emit("jax_fa: attribute ") << name << ": " << value.error().message() << ". ";
-      ok = false;
-    } else {
+    using Field = std::decay_t<decltype(field)>;
+    DiagnosticEngine problem;
+    const auto value = AttrDecoding<Field>::Decode(all.types[place], all.attrs[place], problem);
+    if (value) {
       field = *value;
+    } else {
+      diagnostic.Emit("jax_fa: attribute ") << name << ": " << problem.Result() << ". ";
+      ok = false;
     }
   };
   jax_fa::Problem::Attributes(attributes.problem, decode);
   // A newer program asks for what this library cannot know to be without effect.
-  if (given->size() != num_known) {
+  if (all.size != num_known) {
     diagnostic.Emit("jax_fa: the program was made by a newer release, whose attributes are");
     for (const std::string_view name : *given) diagnostic.Emit(" ") << name;
     ok = false;

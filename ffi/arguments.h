@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "schema.h"
@@ -17,6 +18,11 @@ namespace jax_fa {
 // programs exported earlier lack the new ones, which are then zero or empty.
 struct Attributes {
   Problem problem;
+};
+
+// Of the attributes, what says which variant a call runs; empty if a program names none.
+struct KernelName {
+  std::string_view kernel;
 };
 
 // Where a call runs, which decides whether scratch follows its results.
@@ -38,6 +44,13 @@ std::vector<std::string> AttributeNames();
 template <>
 struct xla::ffi::AttrDecoding<jax_fa::Attributes> {
   using Type = jax_fa::Attributes;
+  static std::optional<Type> Decode(XLA_FFI_AttrType type, void* attr,
+                                    DiagnosticEngine& diagnostic);
+};
+
+template <>
+struct xla::ffi::AttrDecoding<jax_fa::KernelName> {
+  using Type = jax_fa::KernelName;
   static std::optional<Type> Decode(XLA_FFI_AttrType type, void* attr,
                                     DiagnosticEngine& diagnostic);
 };

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
+#include <type_traits>
 
 #include "arguments.h"
 #include "checks.h"
@@ -52,8 +54,7 @@ ffi::Error CheckAlignment(const Params& params) {
 
 // The variant that a program calls, for the device at hand.
 template <typename Params>
-ffi::ErrorOr<const Variant*> Select(const Attributes& attributes, const Place& place,
-                                    Device* device) {
+ffi::ErrorOr<const Variant*> Select(std::string_view kernel, const Place& place, Device* device) {
   if (KernelTable().num_variants == 0) {
     return ffi::Unexpected(Unimplemented(
         "this build holds no GPU kernels. `python -m jax_fa` prints the command that compiles "
@@ -69,16 +70,16 @@ ffi::ErrorOr<const Variant*> Select(const Attributes& attributes, const Place& p
                                          std::to_string(capability / 10) + "." +
                                          std::to_string(capability % 10)));
   }
-  const Lookup found = FindVariant(Params::kOperation, family, attributes.problem.kernel);
+  const Lookup found = FindVariant(Params::kOperation, family, kernel);
   if (found.variant == nullptr) return ffi::Unexpected(Unimplemented(found.complaint));
   return found.variant;
 }
 
 template <typename Params>
-ffi::Error Initialize(int32_t ordinal, void* stream, Attributes attributes, ffi::RemainingArgs,
+ffi::Error Initialize(int32_t ordinal, void* stream, KernelName name, ffi::RemainingArgs,
                       ffi::RemainingRets) {
   Device device{};
-  const auto variant = Select<Params>(attributes, {ordinal, stream}, &device);
+  const auto variant = Select<Params>(name.kernel, {ordinal, stream}, &device);
   if (variant.has_error()) return variant.error();
   if (const Failure failure = Load((*variant)->object, ordinal, stream)) return Internal(failure);
   return ffi::Error::Success();
@@ -94,7 +95,8 @@ ffi::Error Execute(int32_t ordinal, void* stream, Attributes attributes, ffi::Re
     return Unimplemented(*complaint);
   }
   Device device{};
-  const auto variant = Select<Params>(attributes, {ordinal, stream}, &device);
+  const auto variant =
+      Select<Params>(params->problem.kernel, {ordinal, stream}, &device);
   if (variant.has_error()) return variant.error();
   if (const Complaint complaint = Mismatch(**variant, params->problem)) {
     return Unimplemented(*complaint);
@@ -109,10 +111,11 @@ ffi::Error Execute(int32_t ordinal, void* stream, Attributes attributes, ffi::Re
 
 template <ffi::ExecutionStage stage>
 auto Binding() {
+  constexpr bool is_execute = stage == ffi::ExecutionStage::kExecute;
   return ffi::Ffi::Bind<stage>()
       .template Ctx<ffi::DeviceOrdinal>()
       .template Ctx<ffi::PlatformStream<void*>>()
-      .template Attrs<Attributes>()
+      .template Attrs<std::conditional_t<is_execute, Attributes, KernelName>>()
       .RemainingArgs()
       .RemainingRets();
 }
