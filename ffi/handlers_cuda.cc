@@ -95,8 +95,7 @@ ffi::Error Execute(int32_t ordinal, void* stream, Attributes attributes, ffi::Re
     return Unimplemented(*complaint);
   }
   Device device{};
-  const auto variant =
-      Select<Params>(params->problem.kernel, {ordinal, stream}, &device);
+  const auto variant = Select<Params>(params->problem.kernel, {ordinal, stream}, &device);
   if (variant.has_error()) return variant.error();
   if (const Complaint complaint = Mismatch(**variant, params->problem)) {
     return Unimplemented(*complaint);
