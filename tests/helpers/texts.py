@@ -42,6 +42,31 @@ def text(name: str) -> str:
     return without_names(lzma.decompress(path.read_bytes()).decode())
 
 
+_ORDERED = re.compile(
+    r"^\s*(?:@!?%p\d+\s+)?((?:atom|bar|barrier|bra|cp|elect|exit|fence|griddepcontrol|ld|ldmatrix"
+    r"|mapa|mbarrier|membar|mma|red|ret|setmaxnreg|st|stmatrix|tcgen05|wgmma)\b[\w.:]*)",
+    re.M,
+)
+
+
+@cache
+def order(name: str) -> tuple[str, ...]:
+    """What schedules can tell apart: a variant's instructions that access memory, wait or branch.
+
+    In order, without their operands, and whichever of the 16-bit types they are for.
+    """
+    return tuple(x.replace("bf16", "f16") for x in _ORDERED.findall(text(name)))
+
+
+def of_other_type(variant: Variant) -> Variant | None:
+    """The bfloat16 variant of the same ``order`` as one for float16, if compiled and distinct."""
+    if variant.key.dtype != "float16":
+        return None
+    twin = BY_NAME[variant.name.replace("_fp16_", "_bf16_")]
+    is_there = twin.name in bindings.compiled() and is_distinct(twin)
+    return twin if is_there and order(twin.name) == order(variant.name) else None
+
+
 def kernels(ptx: str) -> list[str]:
     """The text of each kernel, the first with what comes before it."""
     first, *others = re.split(r"^(?=\.visible \.entry)", ptx, flags=re.M)
