@@ -40,8 +40,8 @@ class Call(NamedTuple):
         present: names of the operands; a backward takes ``schema.SAVED`` behind them, a bias's
             gradient ``schema.ROWS``.
         semantics: what is computed.
-        may_share: whether devices may share a key/value head, or a sequence: they then exchange
-            keys, or sum gradients.
+        may_share: whether devices may share a key/value head, a sequence or the gradient of a
+            bias: they then exchange keys, or sum gradients.
         broadcast: letters of a mask's and a bias's dimensions that are 1.
         kernel: which one, if it was chosen for these very shapes. Text has none: the part of a
             device may be served by another.
