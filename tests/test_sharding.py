@@ -52,7 +52,7 @@ EXTRAS = {
     "segments": SEGMENTS,
     "sinks": ("sinks",),
     "bias": ("bias",),
-    "everything": (*LENGTHS, *SEGMENTS, "query_offset", "sinks"),
+    "everything": (*LENGTHS, *SEGMENTS, "query_offset", "sinks", "bias"),
 }
 DIFFERENTIABLE = ("query", "key", "value", "sinks", "bias")
 
@@ -84,7 +84,7 @@ SPEC = {
     "key_value_segment_ids": P("data", None),
     "query_offset": P("data"),
     "sinks": P("model"),
-    "bias": P("data", "model"),
+    "bias": P("data", "model", None, None),
 }
 
 

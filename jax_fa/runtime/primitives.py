@@ -335,13 +335,25 @@ def _fold_pairwise(array: Array, dim: int | None, like: Array, fold: _Fold) -> A
     return fold.join(_resharded(stacked, spec), 0)
 
 
-def _batch(
-    bind: Any,
-    arrays: Sequence[Array],
-    dims: Sequence[int | None],
-    names: tuple[str, ...],
-    **params: Any,
-) -> tuple[list[Array], list[int]]:
+class _Folded(NamedTuple):
+    """A vmapped call as a call of one larger problem.
+
+    Attributes:
+        fold: how.
+        operands: of the larger problem.
+        rest: what follows them.
+        stacked: the operands that are not pairwise, with a leading vmapped dimension.
+        axis: of each problem's tokens, or sequences, that the vmapped dimension joins.
+    """
+
+    fold: _Fold
+    operands: Operands
+    rest: list[Array]
+    stacked: Operands
+    axis: int
+
+
+def _folded(arrays: Sequence[Array], dims: Sequence[int | None], names: tuple[str, ...]) -> _Folded:
     size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
     pairwise = {x: (arrays[i], dims[i]) for i, x in enumerate(names) if x in _PAIRWISE}
     kept = [i for i in range(len(arrays)) if i >= len(names) or names[i] not in _PAIRWISE]
@@ -349,31 +361,38 @@ def _batch(
     names = tuple(x for x in names if x not in _PAIRWISE)
     stacked = [_to_front(a, d, size) for a, d in zip(arrays, dims, strict=True)]
     is_packed = "cu_seqlens_q" in names
-    alike = _sharded_alike(stacked, is_packed)
-    operands, rest = _split(names, alike)
+    operands, rest = _split(names, _sharded_alike(stacked, is_packed))
     # Dimensions merge without moving data where only the outer one is sharded.
     vmapped, batch, *_ = _spec(operands.q)
     fold = _Fold(size, is_inner=vmapped is None and batch is not None)
-    token_axis = 1 if is_packed else 0
+    axis = 1 if is_packed else 0
     folded = _fold_operands(operands, fold)._replace(
         **{x: _fold_pairwise(*given, operands.q, fold) for x, given in pairwise.items()}
     )
-    results = bind(
-        *_flat(folded), *(fold.join(r, token_axis) for r in rest), names=folded.present, **params
-    )
-    # Results in the place of the operands whose extents and shardings they have.
     originals, _ = _split(names, stacked)
-    q, k, v, sinks = originals.q, originals.k, originals.v, originals.sinks
+    return _Folded(fold, folded, [fold.join(r, axis) for r in rest], originals, axis)
+
+
+def _batch(
+    bind: Any,
+    arrays: Sequence[Array],
+    dims: Sequence[int | None],
+    names: tuple[str, ...],
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    fold, folded, rest, stacked, axis = _folded(arrays, dims, names)
+    results = bind(*_flat(folded), *rest, names=folded.present, **params)
+    # Results in the place of the operands whose extents and shardings they have.
+    q, k, v, sinks = stacked.q, stacked.k, stacked.v, stacked.sinks
     likes = (q, k, v, sinks) if rest else (q, q)
-    axes = (token_axis, token_axis, token_axis, 0)
     parted = [
-        fold.part(result, axis, like.shape[1 + axis])
-        for result, axis, like in zip(results, axes, likes, strict=False)
+        fold.part(result, at, like.shape[1 + at])
+        for result, at, like in zip(results, (axis, axis, axis, 0), likes, strict=False)
     ]
     if rest:  # a gradient has the type of its operand
         parted = [_resharded(x, _spec(like)) for x, like in zip(parted, likes, strict=False)]
     else:
-        vmapped = _vmapped_axes(stacked)
+        vmapped = _vmapped_axes([x for x in stacked if x is not None])
         parted = [_resharded(x, PartitionSpec(vmapped, *_spec(x)[1:])) for x in parted]
     return parted, [0] * len(parted)
 
@@ -385,7 +404,37 @@ def _batch_bias_gradient(
     names: tuple[str, ...],
     **params: Any,
 ) -> tuple[list[Array], list[int]]:
-    """Each problem of a vmapped dimension for itself: no sum of a bias's gradient crosses it."""
+    at = names.index("bias")
+    bias, dim = arrays[at], dims[at]
+    split = [_spec(x)[d] for x, d in zip(arrays, dims, strict=True) if d is not None]
+    is_per_sequence = dim is not None and _leading(bias, dim) == _leading(arrays[0], dims[0])
+    if not is_per_sequence and not any(split):
+        return _one_by_one(bind, arrays, dims, names, **params)
+    size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+    stacked = _to_front(bias, dim, size)
+    arrays, dims = [*arrays], [*dims]
+    arrays[at], dims[at] = stacked, 0
+    fold, folded, rest, _, _ = _folded(arrays, dims, names)
+    (result,) = bind(*_flat(folded), *rest, names=folded.present, **params)
+    result = fold.part(result, 0, folded.q.shape[0] // size)
+    if stacked.shape[1] == 1:
+        result = jnp.sum(result.astype(wide(result.dtype)), axis=1, keepdims=True)
+    return [_resharded(result.astype(bias.dtype), _spec(stacked))], [0]
+
+
+def _leading(array: Array, dim: int | None) -> int:
+    """The first extent that is not vmapped."""
+    return array.shape[1 if dim == 0 else 0]
+
+
+def _one_by_one(
+    bind: Any,
+    arrays: Sequence[Array],
+    dims: Sequence[int | None],
+    names: tuple[str, ...],
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    """Each problem of a vmapped dimension for itself, so that none has a bias for each sequence."""
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims, strict=True)]
 
     def one_problem(own: list[Array]) -> list[Array]:
