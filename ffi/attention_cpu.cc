@@ -171,6 +171,7 @@ Slot SequencesOf(const Problem& problem, const std::vector<Sequence>& sequences,
 std::vector<BiasTile> BiasTiles(const Problem& p, const std::vector<Sequence>& sequences,
                                 int64_t tile_rows, int64_t tile_keys) {
   std::vector<BiasTile> tiles;
+  if (p.bias_rows == 0 || p.bias_keys == 0) return tiles;  // of any number of batches and heads
   for (int64_t batch = 0; batch < p.bias_batch; ++batch) {
     const Slot found = SequencesOf(p, sequences, batch);
     const Sequence* first = sequences.data() + found.first;

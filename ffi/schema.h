@@ -487,7 +487,7 @@ struct DbiasParams {
   }
   // visit(array, pointer) for each, in call order.
   template <typename Self, typename Visit>
-  static void Scratch(Self& self, Visit&& visit) {
+  static void Scratch(Self&, Visit&&) {
   }
   // visit(argument) for each parameter of a host entry, in order (spec/abi.py).
   // Extents must fit 32 bits.
