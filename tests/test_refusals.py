@@ -240,12 +240,6 @@ OPTIONS = [
     ),
     ({"implementation": "flash"}, ValueError, UNKNOWN_IMPLEMENTATION),
     (
-        {"implementation": "cpu", "scale": jnp.float32(0.5)},
-        NotImplementedError,
-        "attention: implementation='cpu' does not serve this call: a traced scale runs unfused; a "
-        "Python number lets kernels serve the call. Use implementation=None or 'xla'.",
-    ),
-    (
         {"implementation": "cuda"},
         NotImplementedError,
         "attention: implementation='cuda' was asked for, but the computation is lowered for "
@@ -440,6 +434,16 @@ def test_lengths_are_not_cut_to_32_bits():
             )
         with jax.enable_x64(True):
             jax_fa.attention(Q, K, V, **{name: np.array([2, 3])})
+
+
+def test_kernels_that_were_asked_for_are_not_replaced():
+    attend = jax.jit(lambda x: jax_fa.attention(Q, K, V, scale=x, implementation="cpu"))
+    kind, words = error_of(lambda: attend(0.5))
+    assert kind is NotImplementedError
+    assert words == (
+        "attention: implementation='cpu' does not serve this call: a traced scale runs unfused; a "
+        "Python number lets kernels serve the call. Use implementation=None or 'xla'."
+    )
 
 
 def test_operations_alone_run_nothing_unfused():
