@@ -277,8 +277,8 @@ void AttentionBiasGradientCpu(const DbiasParams& params, const ParallelFor& para
   const CpuKernels& kernels = *ChosenKernels().load();
   const Problem& problem = params.problem;
   const std::vector<Sequence> sequences = Sequences(problem, params.extras);
-  const std::vector<BiasTile> tiles = BiasTiles(problem, sequences, kernels.bias_tile_rows(problem),
-                                                kernels.tile_rows(problem));
+  const std::vector<BiasTile> tiles =
+      BiasTiles(problem, sequences, kernels.bias_tile_rows(problem), kernels.tile_rows(problem));
   parallel_for(static_cast<int64_t>(tiles.size()), [&](int64_t i) {
     const AlignedFloats scratch(kernels.bias_scratch_floats(problem));
     kernels.bias_gradient(params, tiles[i], scratch.get());

@@ -128,8 +128,8 @@ struct Result {
   bool IsSame() const { return AreEqual(runs[0], runs[1], bytes); }
 };
 
-// Forward, backward and the gradient of a bias of one problem, each with one thread and with several. False if a result is
-// not what it has to be.
+// Forward, backward and the gradient of a bias of one problem, each with one thread and with
+// several. False if a result is not what it has to be.
 bool Run(uint64_t seed) {
   Fuzz fuzz(seed);
   Heap heap;

@@ -39,7 +39,8 @@ GPUs: 8 x NVIDIA H200, compute capability 9.0: family sm90
 GPU kernels installed: sm90, 90 variants: bfloat16 and float16, D or D/Dv of 64, 96, 128, 192/128, \
 256
 Runs unfused on the CPU: traced `scale`, float64
-Runs unfused on NVIDIA H200: float32; D or Dv of more than 256; `bias` and its gradient; traced `scale`, float64
+Runs unfused on NVIDIA H200: float32; D or Dv of more than 256; `bias` and its gradient; \
+traced `scale`, float64
 What runs unfused gives the same results, slower.
 """
 

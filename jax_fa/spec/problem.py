@@ -8,8 +8,8 @@ Conventions
 -----------
 * Logits are ``z = scale * (q . k) + bias``, in float32; with a soft cap ``c``, ``z = c * tanh(z /
   c)``. The cap is applied after scale and bias and before masking.
-* A bias of -inf hides a pair, as a mask does, whatever the soft cap. Where it hides a key, what that
-  holds has the probability 0.
+* A bias of -inf hides a pair, as a mask does, whatever the soft cap; a value that it hides is
+  multiplied by a probability of 0.
 * The probability of key j is ``exp(z_j - lse)`` with ``lse = log(sum of exp(z_j) over the visible
   keys, plus exp(sink))``: natural logarithm, float32, the whole denominator, sinks included.
   Kernels work in base 2 inside and convert at their border.
