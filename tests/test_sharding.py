@@ -146,6 +146,27 @@ def test_the_gradient_of_a_shared_bias_is_summed_over_devices(shape, kind, kv_he
     assert_same(got, jax.jit(step)(inputs))
 
 
+@pytest.mark.parametrize("manual", ["data", "model"])
+@pytest.mark.parametrize("shape", BROADCAST[:3], ids=str)
+def test_a_shared_bias_under_shard_map_over_one_axis(shape, manual):
+    """Devices that have no names for one another sum nothing: each holds all of what is summed."""
+    inputs = arrays(8, ()) | {"bias": normal(*shape)}
+    mesh = mesh_of((2, 4), AxisType.Auto)
+    at = 0 if manual == "data" else 2
+    spec = P(*[None] * at, manual)
+    own = [None] * 4
+    own[at // 2] = manual if shape[at // 2] > 1 else None
+    mapped = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=({name: P(*own) if name == "bias" else spec for name in inputs},),
+        out_specs=(spec, spec),
+        axis_names={manual},
+    )
+    got = jax.jit(partial(step, attend=mapped))(place(inputs, mesh, {**SPEC, "bias": P()}))
+    assert_same(got, jax.jit(step)(inputs))
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_grouped_heads_split_where_key_heads_divide(kv_heads):
     inputs = arrays(kv_heads, EXTRAS["everything"])
