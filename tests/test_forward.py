@@ -1,5 +1,6 @@
 """Output and LSE of every case and dtype against the oracle."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,6 +86,19 @@ def test_forward_operation_equals_attention_with_lse():
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(4, 50, 50), (50,)], ids=str)
+def test_backward_operation_gives_the_gradient_of_a_bias_in_its_own_form(shape):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 50, 4, 32)), jnp.float32) for _ in range(3))
+    bias = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    out, lse = jax_fa.forward(q, k, v, bias=bias)
+    dbias = jax_fa.backward(q, k, v, out, lse, jnp.cos(out), bias=bias)[-1]
+    attend = lambda x: jnp.sum(jnp.sin(jax_fa.attention(q, k, v, x)))  # noqa: E731
+    wanted = jax.grad(attend)(bias)
+    assert (dbias.shape, dbias.dtype) == (shape, jnp.bfloat16)
+    np.testing.assert_array_equal(dbias, wanted)
 
 
 def test_partial_results_over_disjoint_keys_merge_by_their_lse():

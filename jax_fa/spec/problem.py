@@ -6,8 +6,10 @@ key/value head ``n // G``), D head size of query and key, Dv head size of value 
 
 Conventions
 -----------
-* Logits are ``z = scale * (q . k)``, in float32; with a soft cap ``c``, ``z = c * tanh(z / c)``.
-  The cap is applied after scale and bias and before masking.
+* Logits are ``z = scale * (q . k) + bias``, in float32; with a soft cap ``c``, ``z = c * tanh(z /
+  c)``. The cap is applied after scale and bias and before masking.
+* A bias of -inf hides a pair, as a mask does, whatever the soft cap; a value that it hides is
+  multiplied by a probability of 0.
 * The probability of key j is ``exp(z_j - lse)`` with ``lse = log(sum of exp(z_j) over the visible
   keys, plus exp(sink))``: natural logarithm, float32, the whole denominator, sinks included.
   Kernels work in base 2 inside and convert at their border.
@@ -16,6 +18,7 @@ Conventions
   Neither contributes to any gradient but the sink's own.
 * The gradient through the softmax is ``dz = p * (dp - delta)`` with
   ``delta = rowsum(dO * O) - dLSE``, and ``d sink = -sum over rows of exp(sink - lse) * delta``.
+  The gradient of a bias is that of the logits before the cap, summed over what it is the same for.
 * A sequence is a slot of an array: row b of [B, T, ...], or ``cu_seqlens[b] .. cu_seqlens[b+1]`` of
   a packed [1, total, ...] array. Lengths shorter than the slot leave padding rows, whose content
   (NaN included) never reaches a result and whose gradients are 0. Bottom-right alignment uses the
@@ -86,6 +89,8 @@ class Operands(NamedTuple):
             ``MASK_BLOCK`` of them, or 1. Not with packed sequences.
         mask_map: int32 [B|1, N|1, 2, stripes, words], which of its blocks need a look; present iff
             mask_words is.
+        bias: [B|1, N|1, T|1, S|1], added to ``scale * (q . k)``; of the type of q, or float32. Not
+            with packed sequences.
     """
 
     q: Any
@@ -101,6 +106,7 @@ class Operands(NamedTuple):
     sinks: Any = None
     mask_words: Any = None
     mask_map: Any = None
+    bias: Any = None
 
     @property
     def is_packed(self) -> bool:
@@ -119,19 +125,21 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the differentiable operands; ``sinks`` is None where the operand is.
+    """Cotangents of the differentiable operands; None where a ``sinks`` or ``bias`` is.
 
     Attributes:
         q: [B, T, N, D].
         k: [B, S, K, D].
         v: [B, S, K, Dv].
         sinks: float32 [M, N].
+        bias: of the bias's shape and type.
     """
 
     q: Any
     k: Any
     v: Any
-    sinks: Any
+    sinks: Any = None
+    bias: Any = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,11 @@ class Problem:
     mask_heads: int = 0
     mask_rows: int = 0
     mask_width: int = 0
+    bias_batch: int = 0
+    bias_heads: int = 0
+    bias_rows: int = 0
+    bias_keys: int = 0
+    bias_bytes: int = 0
 
     @classmethod
     def of(cls, operands: Operands, semantics: Semantics) -> Problem:
@@ -169,6 +182,9 @@ class Problem:
         _, kv_len, num_kv_heads, value_dim = operands.v.shape
         mask_shape = (0, 0, 0, 0) if operands.mask_words is None else operands.mask_words.shape
         mask_batch, mask_heads, mask_rows, mask_width = mask_shape
+        bias = operands.bias
+        bias_shape = (0, 0, 0, 0) if bias is None else bias.shape
+        bias_batch, bias_heads, bias_rows, bias_keys = bias_shape
         return cls(
             dtype=str(operands.q.dtype),
             batch=batch,
@@ -189,6 +205,11 @@ class Problem:
             mask_heads=mask_heads,
             mask_rows=mask_rows,
             mask_width=mask_width,
+            bias_batch=bias_batch,
+            bias_heads=bias_heads,
+            bias_rows=bias_rows,
+            bias_keys=bias_keys,
+            bias_bytes=0 if bias is None else bias.dtype.itemsize,
         )
 
     @property
@@ -201,6 +222,11 @@ class Problem:
     def has_mask(self) -> bool:
         """True if a dense mask hides keys."""
         return self.mask_width > 0
+
+    @property
+    def has_bias(self) -> bool:
+        """True if a bias is added to the logits."""
+        return self.bias_bytes > 0
 
     @property
     def group(self) -> int:
