@@ -329,7 +329,7 @@ def differentiate(c: BackwardConsumer, delta: cute.Tensor, slope: cute.Tensor, d
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = column_pair(c, delta, group)
         for r in cutlass.range_constexpr(fragments.ROWS):
-            factors = bwd_instructions.widen(words[fragments.ROWS * group + r], slope.element_type)
+            factors = primitives.widen(words[fragments.ROWS * group + r], slope.element_type)
             for i in cutlass.range_constexpr(2):
                 at = (r, 2 * group + i)
                 by_key[at] = factors[i] * (by_key[at] - pair[i])
