@@ -25,6 +25,7 @@ struct Takes {
   int64_t head_dim;
   int64_t value_dim;
   bool is_split;  // of forwards: several CTAs share the keys of a query tile
+  bool has_bias;
 };
 
 struct Variant {
@@ -52,7 +53,7 @@ const Table& KernelTable();
 // The family whose kernels of `operation` a device runs, or null if none are written for it.
 const char* FamilyOf(const char* operation, int32_t capability);
 
-// The variant of `operation` ("fwd" or "bwd") and `family` named `kernel`, or a complaint: why
+// The variant of `operation` ("fwd", "bwd" or "dbias") and `family` named `kernel`, or a complaint: why
 // there is none, and what to do about it.
 struct Lookup {
   const Variant* variant;
@@ -64,7 +65,7 @@ Lookup FindVariant(const char* operation, const char* family, std::string_view k
 std::optional<std::string> Mismatch(const Variant& variant, const Problem& problem);
 
 // The parameter list of an operation (jax_fa/spec/abi.py), the same for all its variants.
-// Params is FwdParams or BwdParams, whose extents must fit 32 bits.
+// Params is FwdParams, BwdParams or DbiasParams, whose extents must fit 32 bits.
 template <typename Params>
 void FillArguments(const Params& params, const Device& device, void* stream, Arguments* arguments) {
   static_assert(Params::kNumParameters <= Arguments::kMax);

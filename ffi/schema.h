@@ -1,4 +1,4 @@
-// What crosses the borders between JAX, C++ and kernels: arrays, extents and attributes of both
+// What crosses the borders between JAX, C++ and kernels: arrays, extents and attributes of all
 // operations, what the FFI handlers hand to a kernel of any platform. Written from
 // jax_fa/spec/schema.py by `python ffi/write_schema.py`; do not edit. Conventions (scale, LSE,
 // empty rows, padding) are stated once, in jax_fa/spec/problem.py.
@@ -27,7 +27,7 @@ inline constexpr int64_t kMaskBlock = 128;
 // Where aligned arrays start: at multiples of so many bytes.
 inline constexpr uintptr_t kAlignmentBytes = 16;
 
-// Static semantics and extents, shared by both operations. Arrays are dense and row-major.
+// Static semantics and extents, shared by all operations. Arrays are dense and row-major.
 struct Problem {
   DType dtype;  // of q, k, v, out and their gradients
   int64_t batch;  // B: 1 when packed
@@ -42,6 +42,11 @@ struct Problem {
   int64_t mask_heads;  // Nm: 1 or N
   int64_t mask_rows;  // Tm: 1, T or blocks of 128 rows
   int64_t mask_width;  // Wm: 1 or words of 32 keys
+  int64_t bias_batch;  // Ba: 1 or B; 0 without a bias, as the following
+  int64_t bias_heads;  // Na: 1 or N
+  int64_t bias_rows;  // Ta: 1 or T
+  int64_t bias_keys;  // Sa: 1 or S
+  int64_t bias_bytes;  // Bb: of an element: 4, or 2
   int64_t num_splits;  // forward only: parts of the keys; 0 or 1: not split
   float scale;
   float soft_cap;  // 0: none
@@ -67,6 +72,11 @@ struct Problem {
     visit("mask_heads", self.mask_heads);
     visit("mask_rows", self.mask_rows);
     visit("mask_width", self.mask_width);
+    visit("bias_batch", self.bias_batch);
+    visit("bias_heads", self.bias_heads);
+    visit("bias_rows", self.bias_rows);
+    visit("bias_keys", self.bias_keys);
+    visit("bias_bytes", self.bias_bytes);
   }
   // visit(name, value, is_required) for each.
   template <typename Self, typename Visit>
@@ -84,9 +94,9 @@ struct Problem {
 
 // Letters of dimensions; jax_fa/spec/schema.py explains them.
 namespace letters {
-enum Letter : size_t { B, M, T, S, N, K, D, Dv, Bm, Nm, Tm, Wm, M_plus_1, Tc, Wc, P, R, H, E, U, x2 };
+enum Letter : size_t { B, M, T, S, N, K, D, Dv, Bm, Nm, Tm, Wm, Ba, Na, Ta, Sa, Bb, M_plus_1, Tc, Wc, P, R, H, E, U, x2 };
 }
-inline constexpr size_t kNumLetters = 21;
+inline constexpr size_t kNumLetters = 26;
 
 // The extent of each, of a problem that CheckProblem (checks.h) has passed.
 using Extents = std::array<int64_t, kNumLetters>;
@@ -108,6 +118,11 @@ inline Extents ExtentsOf(const Problem& p) {
       p.mask_heads,  // Nm
       p.mask_rows,  // Tm
       p.mask_width,  // Wm
+      p.bias_batch,  // Ba
+      p.bias_heads,  // Na
+      p.bias_rows,  // Ta
+      p.bias_keys,  // Sa
+      p.bias_bytes,  // Bb
       (p.num_sequences + 1),  // M+1
       std::min<int64_t>((std::min<int64_t>(p.mask_rows, (((p.q_len + 128) - 1) / 128)) * 8), (((p.q_len + 16) - 1) / 16)),  // Tc
       (((p.mask_width + 16) - 1) / 16),  // Wc
@@ -120,7 +135,8 @@ inline Extents ExtentsOf(const Problem& p) {
   };
 }
 
-enum class Element { kElement, kFloat32, kInt32 };  // kElement: Problem::dtype
+// kElement: Problem::dtype; kBias: that, or float32 if Problem::bias_bytes is 4.
+enum class Element { kElement, kFloat32, kInt32, kBias };
 
 // An array of a call, as jax_fa/spec/schema.py describes it.
 struct Array {
@@ -147,6 +163,7 @@ inline constexpr Array q_offset{"q_offset", Element::kInt32, true, false, 1, {M}
 inline constexpr Array sinks{"sinks", Element::kFloat32, true, false, 2, {M, N}};
 inline constexpr Array mask_words{"mask_words", Element::kInt32, true, false, 4, {Bm, Nm, Tm, Wm}};
 inline constexpr Array mask_map{"mask_map", Element::kInt32, true, false, 5, {Bm, Nm, x2, Tc, Wc}};
+inline constexpr Array bias{"bias", Element::kBias, true, true, 4, {Ba, Na, Ta, Sa}};
 inline constexpr Array out{"out", Element::kElement, false, true, 4, {B, T, N, Dv}};
 inline constexpr Array lse{"lse", Element::kFloat32, false, false, 3, {B, T, N}};
 inline constexpr Array out_parts{"out_parts", Element::kFloat32, false, true, 5, {P, B, T, N, Dv}};
@@ -161,14 +178,16 @@ inline constexpr Array dq_sum{"dq_sum", Element::kFloat32, false, true, 3, {N, R
 inline constexpr Array row_stats{"row_stats", Element::kFloat32, false, true, 3, {x2, N, R}};
 inline constexpr Array dkv_sums{"dkv_sums", Element::kFloat32, false, true, 2, {H, E}};
 inline constexpr Array turns{"turns", Element::kInt32, false, false, 2, {N, U}};
+inline constexpr Array delta{"delta", Element::kFloat32, false, false, 3, {B, T, N}};
+inline constexpr Array dbias{"dbias", Element::kBias, true, true, 4, {Ba, Na, Ta, Sa}};
 }  // namespace arrays
 
-// Places of the operands that both operations have at the same place.
+// Places of the operands that all operations have at the same place.
 namespace places {
 enum Place : size_t { q, k, v, q_lengths, kv_lengths, cu_seqlens_q, cu_seqlens_k, q_segments, kv_segments, q_offset, sinks };
 }
 
-// Operands that may be absent, of both operations: null pointers.
+// Operands that may be absent, of all operations: null pointers.
 struct Extras {
   const int32_t* q_lengths;  // [M] used query rows of each slot
   const int32_t* kv_lengths;  // [M] used keys of each slot
@@ -180,6 +199,7 @@ struct Extras {
   const float* sinks;  // [M, N] one extra logit per head in the denominator
   const int32_t* mask_words;  // [Bm, Nm, Tm, Wm] bit i of word w: the row sees key 32 w + i
   const int32_t* mask_map;  // [Bm, Nm, 2, Tc, Wc] bit i of word w: 16 rows see some, all of 16 keys
+  const void* bias;  // [Ba, Na, Ta, Sa] added to scale q.k; -inf hides a pair
 };
 
 // A forward on given arrays.
@@ -187,12 +207,12 @@ struct FwdParams {
   static constexpr const char* kTitle = "jax_fa forward";
   static constexpr const char* kOperation = "fwd";  // begins names of variants
   static constexpr bool kMayLackScratch = true;
-  static constexpr size_t kNumOperands = 13;
+  static constexpr size_t kNumOperands = 14;
   // Of these at the end, older programs lack some.
-  static constexpr size_t kNumAddedOperands = 2;
+  static constexpr size_t kNumAddedOperands = 3;
   static constexpr size_t kNumResults = 2;
   static constexpr size_t kNumScratch = 2;
-  static constexpr int32_t kNumParameters = 35;
+  static constexpr int32_t kNumParameters = 41;
 
   Problem problem;
   Extras extras;
@@ -223,6 +243,7 @@ struct FwdParams {
     visit(arrays::sinks, self.extras.sinks);
     visit(arrays::mask_words, self.extras.mask_words);
     visit(arrays::mask_map, self.extras.mask_map);
+    visit(arrays::bias, self.extras.bias);
   }
   // visit(array, pointer) for each, in call order.
   template <typename Self, typename Visit>
@@ -259,6 +280,7 @@ struct FwdParams {
     visit(static_cast<const void*>(self.extras.sinks));
     visit(static_cast<const void*>(self.extras.mask_words));
     visit(static_cast<const void*>(self.extras.mask_map));
+    visit(static_cast<const void*>(self.extras.bias));
     visit(static_cast<int32_t>(self.problem.batch));
     visit(static_cast<int32_t>(self.problem.num_sequences));
     visit(static_cast<int32_t>(self.problem.q_len));
@@ -269,6 +291,11 @@ struct FwdParams {
     visit(static_cast<int32_t>(self.problem.mask_heads));
     visit(static_cast<int32_t>(self.problem.mask_rows));
     visit(static_cast<int32_t>(self.problem.mask_width));
+    visit(static_cast<int32_t>(self.problem.bias_batch));
+    visit(static_cast<int32_t>(self.problem.bias_heads));
+    visit(static_cast<int32_t>(self.problem.bias_rows));
+    visit(static_cast<int32_t>(self.problem.bias_keys));
+    visit(static_cast<int32_t>(self.problem.bias_bytes));
     visit(static_cast<float>(self.problem.scale));
     visit(static_cast<float>(self.problem.soft_cap));
     visit(static_cast<int32_t>(self.problem.window_left));
@@ -284,12 +311,12 @@ struct BwdParams {
   static constexpr const char* kTitle = "jax_fa backward";
   static constexpr const char* kOperation = "bwd";  // begins names of variants
   static constexpr bool kMayLackScratch = false;
-  static constexpr size_t kNumOperands = 17;
+  static constexpr size_t kNumOperands = 18;
   // Of these at the end, older programs lack some.
-  static constexpr size_t kNumAddedOperands = 2;
+  static constexpr size_t kNumAddedOperands = 3;
   static constexpr size_t kNumResults = 4;
   static constexpr size_t kNumScratch = 4;
-  static constexpr int32_t kNumParameters = 43;
+  static constexpr int32_t kNumParameters = 49;
 
   Problem problem;
   Extras extras;
@@ -332,6 +359,7 @@ struct BwdParams {
     visit(arrays::dlse, self.dlse);
     visit(arrays::mask_words, self.extras.mask_words);
     visit(arrays::mask_map, self.extras.mask_map);
+    visit(arrays::bias, self.extras.bias);
   }
   // visit(array, pointer) for each, in call order.
   template <typename Self, typename Visit>
@@ -379,6 +407,7 @@ struct BwdParams {
     visit(static_cast<const void*>(self.extras.sinks));
     visit(static_cast<const void*>(self.extras.mask_words));
     visit(static_cast<const void*>(self.extras.mask_map));
+    visit(static_cast<const void*>(self.extras.bias));
     visit(static_cast<int32_t>(self.problem.batch));
     visit(static_cast<int32_t>(self.problem.num_sequences));
     visit(static_cast<int32_t>(self.problem.q_len));
@@ -389,6 +418,11 @@ struct BwdParams {
     visit(static_cast<int32_t>(self.problem.mask_heads));
     visit(static_cast<int32_t>(self.problem.mask_rows));
     visit(static_cast<int32_t>(self.problem.mask_width));
+    visit(static_cast<int32_t>(self.problem.bias_batch));
+    visit(static_cast<int32_t>(self.problem.bias_heads));
+    visit(static_cast<int32_t>(self.problem.bias_rows));
+    visit(static_cast<int32_t>(self.problem.bias_keys));
+    visit(static_cast<int32_t>(self.problem.bias_bytes));
     visit(static_cast<float>(self.problem.scale));
     visit(static_cast<float>(self.problem.soft_cap));
     visit(static_cast<int32_t>(self.problem.window_left));
@@ -396,6 +430,109 @@ struct BwdParams {
     visit(static_cast<int32_t>(self.problem.bottom_right));
     visit(num_sms);
     visit(static_cast<int32_t>(self.problem.deterministic));
+    visit(static_cast<const void*>(stream));
+  }
+};
+
+// A gradient of a bias on given arrays.
+struct DbiasParams {
+  static constexpr const char* kTitle = "jax_fa gradient of a bias";
+  static constexpr const char* kOperation = "dbias";  // begins names of variants
+  static constexpr bool kMayLackScratch = true;
+  static constexpr size_t kNumOperands = 17;
+  // Of these at the end, older programs lack some.
+  static constexpr size_t kNumAddedOperands = 0;
+  static constexpr size_t kNumResults = 1;
+  static constexpr size_t kNumScratch = 0;
+  static constexpr int32_t kNumParameters = 40;
+
+  Problem problem;
+  Extras extras;
+  const void* q;  // [B, T, N, D]
+  const void* k;  // [B, S, K, D]
+  const void* v;  // [B, S, K, Dv]
+  const float* lse;  // [B, T, N] natural log
+  const void* dout;  // [B, T, N, Dv]
+  const float* delta;  // [B, T, N] rowsum(dout * out) - dlse
+  void* dbias;  // [Ba, Na, Ta, Sa]
+  // Memory of GPU kernels that nobody reads afterwards, uninitialised; else null.
+  struct {
+  } scratch;
+
+  // visit(array, pointer) for each, in call order.
+  template <typename Self, typename Visit>
+  static void Operands(Self& self, Visit&& visit) {
+    visit(arrays::q, self.q);
+    visit(arrays::k, self.k);
+    visit(arrays::v, self.v);
+    visit(arrays::q_lengths, self.extras.q_lengths);
+    visit(arrays::kv_lengths, self.extras.kv_lengths);
+    visit(arrays::cu_seqlens_q, self.extras.cu_seqlens_q);
+    visit(arrays::cu_seqlens_k, self.extras.cu_seqlens_k);
+    visit(arrays::q_segments, self.extras.q_segments);
+    visit(arrays::kv_segments, self.extras.kv_segments);
+    visit(arrays::q_offset, self.extras.q_offset);
+    visit(arrays::sinks, self.extras.sinks);
+    visit(arrays::lse, self.lse);
+    visit(arrays::dout, self.dout);
+    visit(arrays::delta, self.delta);
+    visit(arrays::mask_words, self.extras.mask_words);
+    visit(arrays::mask_map, self.extras.mask_map);
+    visit(arrays::bias, self.extras.bias);
+  }
+  // visit(array, pointer) for each, in call order.
+  template <typename Self, typename Visit>
+  static void Results(Self& self, Visit&& visit) {
+    visit(arrays::dbias, self.dbias);
+  }
+  // visit(array, pointer) for each, in call order.
+  template <typename Self, typename Visit>
+  static void Scratch(Self& self, Visit&& visit) {
+  }
+  // visit(argument) for each parameter of a host entry, in order (spec/abi.py).
+  // Extents must fit 32 bits.
+  template <typename Visit>
+  void Parameters(int32_t num_sms, void* stream, Visit&& visit) const {
+    const DbiasParams& self = *this;
+    visit(static_cast<const void*>(self.q));
+    visit(static_cast<const void*>(self.k));
+    visit(static_cast<const void*>(self.v));
+    visit(static_cast<const void*>(self.lse));
+    visit(static_cast<const void*>(self.dout));
+    visit(static_cast<const void*>(self.delta));
+    visit(static_cast<const void*>(self.dbias));
+    visit(static_cast<const void*>(self.extras.q_lengths));
+    visit(static_cast<const void*>(self.extras.kv_lengths));
+    visit(static_cast<const void*>(self.extras.cu_seqlens_q));
+    visit(static_cast<const void*>(self.extras.cu_seqlens_k));
+    visit(static_cast<const void*>(self.extras.q_segments));
+    visit(static_cast<const void*>(self.extras.kv_segments));
+    visit(static_cast<const void*>(self.extras.q_offset));
+    visit(static_cast<const void*>(self.extras.sinks));
+    visit(static_cast<const void*>(self.extras.mask_words));
+    visit(static_cast<const void*>(self.extras.mask_map));
+    visit(static_cast<const void*>(self.extras.bias));
+    visit(static_cast<int32_t>(self.problem.batch));
+    visit(static_cast<int32_t>(self.problem.num_sequences));
+    visit(static_cast<int32_t>(self.problem.q_len));
+    visit(static_cast<int32_t>(self.problem.kv_len));
+    visit(static_cast<int32_t>(self.problem.num_q_heads));
+    visit(static_cast<int32_t>(self.problem.num_kv_heads));
+    visit(static_cast<int32_t>(self.problem.mask_batch));
+    visit(static_cast<int32_t>(self.problem.mask_heads));
+    visit(static_cast<int32_t>(self.problem.mask_rows));
+    visit(static_cast<int32_t>(self.problem.mask_width));
+    visit(static_cast<int32_t>(self.problem.bias_batch));
+    visit(static_cast<int32_t>(self.problem.bias_heads));
+    visit(static_cast<int32_t>(self.problem.bias_rows));
+    visit(static_cast<int32_t>(self.problem.bias_keys));
+    visit(static_cast<int32_t>(self.problem.bias_bytes));
+    visit(static_cast<float>(self.problem.scale));
+    visit(static_cast<float>(self.problem.soft_cap));
+    visit(static_cast<int32_t>(self.problem.window_left));
+    visit(static_cast<int32_t>(self.problem.window_right));
+    visit(static_cast<int32_t>(self.problem.bottom_right));
+    visit(num_sms);
     visit(static_cast<const void*>(stream));
   }
 };

@@ -26,10 +26,10 @@ def test_version_is_the_one_python_needs():
 
 def test_operands_and_results_have_one_order_on_both_sides():
     assert _jax_fa.operand_names(False) == [*Operands._fields, "out", "lse"]
-    results = [f"d{name}" for name in Gradients._fields]
-    *first, words, blocks = Operands._fields
+    results = [f"d{name}" for name in Gradients._fields if name != "bias"]
+    *first, words, blocks, bias = Operands._fields
     saved = ["out", "lse", "dout", "dlse"]
-    assert _jax_fa.operand_names(True) == [*first, *saved, words, blocks, *results]
+    assert _jax_fa.operand_names(True) == [*first, *saved, words, blocks, bias, *results]
 
 
 def test_a_program_from_before_masks_still_runs():

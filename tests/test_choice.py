@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 
 from jax_fa.runtime.dispatch import Emulation, Target, choose
-from jax_fa.spec.arch import ARCHS, OPERATIONS
+from jax_fa.spec.arch import ARCHS
 from jax_fa.spec.band import Band
 from jax_fa.spec.problem import Problem, Semantics
 from jax_fa.spec.variants import BY_NAME, of_families
+
+OPERATIONS = ("fwd", "bwd")
+"""Of a problem without a bias."""
 
 PROBLEM = Problem(
     dtype="bfloat16",

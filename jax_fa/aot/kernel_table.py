@@ -96,10 +96,9 @@ def _variants(rows: Sequence[Row]) -> str:
     lines = ["const Variant variants[] = {"]
     for row in rows:
         name, key = row.variant.name, row.variant.key
-        is_split = str(key.is_split).lower()
-        lines.append(
-            f"    {{{{{_DTYPES[key.dtype]}, {key.head_dim}, {key.value_dim}, {is_split}}},"
-        )
+        dims = f"{_DTYPES[key.dtype]}, {key.head_dim}, {key.value_dim}"
+        flags = f"{key.is_split}, {key.has_bias}".lower()
+        lines.append(f"    {{{{{dims}, {flags}}},")
         functions = ", ".join(_object_functions(row))
         lines.append(f'     {{"{name}", {functions}, {name}_kernels, {len(row.kernels)}}},')
         lines.append(f'     "{row.ptx_sha256}"}},')

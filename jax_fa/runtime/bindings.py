@@ -113,7 +113,11 @@ def _inputs(operation: Operation, operands: Operands, saved: Saved | None) -> li
     """What an operation reads, in call order; an absent array is one without elements."""
     given = operands._asdict() | (saved._asdict() if saved else {})
     arrays = [(x, given[x.name]) for x in schema.OPERATIONS[operation].operands]
-    return [jnp.zeros((0,), x.dtype) if value is None else value for x, value in arrays]
+    types = {"bias": operands.q.dtype}
+    return [
+        jnp.zeros((0,), types.get(x.dtype, x.dtype)) if value is None else value
+        for x, value in arrays
+    ]
 
 
 def _attributes(semantics: Semantics, stem: str = "") -> dict[str, Any]:

@@ -23,11 +23,12 @@ _FACTORS = {
     **{"B": "b", "M": "b", "M+1": "c", "T": "t", "S": "s"},
     **{"N": "kg", "K": "k", "D": "d", "Dv": "e"},
     **{"Bm": "b", "Nm": "kg", "Tm": "u", "Wm": "w", "2": "z", "Tc": "x", "Wc": "y"},
+    **{"Ba": "b", "Na": "kg", "Ta": "j", "Sa": "l"},
 }
-"""Dimension names by letters of ``schema.py``. Rows and words of a mask do not shard."""
+"""Dimension names by letters of ``schema.py``. Tokens of a mask and of a bias do not shard."""
 
-_BROADCAST = {"Bm": "p", "Nm": "r"}
-"""Of a mask that is the same for all sequences, or heads."""
+BROADCAST = {"Bm": "p", "Nm": "r", "Ba": "p", "Na": "r"}
+"""Of a mask or bias that is the same for all sequences, or heads."""
 
 PER_KV_HEAD = tuple(x.name for x in schema.GRADIENTS if "K" in x.dims.split())
 """Results that devices which share a key/value head sum."""
@@ -36,7 +37,7 @@ PER_KV_HEAD = tuple(x.name for x in schema.GRADIENTS if "K" in x.dims.split())
 class Names(NamedTuple):
     """The arrays of one call, by name, in call order.
 
-    ``broadcast`` has the letters of a mask's dimensions that are 1.
+    ``broadcast`` has the letters of a mask's and a bias's dimensions that are 1.
     """
 
     operands: tuple[str, ...]
@@ -51,12 +52,12 @@ class Names(NamedTuple):
     @property
     def splits_tokens(self) -> bool:
         """True if devices may hold parts of a sequence."""
-        return "mask_words" not in self.operands
+        return {"mask_words", "bias"}.isdisjoint(self.operands)
 
     def dimensions(self, name: str) -> list[str]:
         """Dimension names of one array."""
         letters = schema.BY_NAME[name].dims.split()
-        factors = {**_FACTORS, **{x: _BROADCAST[x] for x in self.broadcast}}
+        factors = {**_FACTORS, **{x: BROADCAST[x] for x in self.broadcast}}
         return ["m" if x == "M" and self.is_packed else factors[x] for x in letters]
 
     def extents(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from jax_fa.spec import schema
+from jax_fa.spec.arch import Operation
 from jax_fa.spec.schema import Array, Attribute
 
 Kind = Literal["pointer", "int32", "float32", "stream"]
@@ -71,7 +72,7 @@ null pointers and 0."""
 
 BACKWARD: tuple[Param, ...] = (
     *_REQUIRED,
-    *_pointers((*schema.SAVED, *schema.GRADIENTS, *schema.BACKWARD_SCRATCH)),
+    *_pointers((*schema.SAVED, *schema.OPERATIONS["bwd"].results, *schema.BACKWARD_SCRATCH)),
     *_EXTRAS,
     *_PROBLEM,
     *_scalars(attribute for attribute in schema.ATTRIBUTES if attribute.is_backward_only),
@@ -79,7 +80,20 @@ BACKWARD: tuple[Param, ...] = (
 )
 """Parameters of every backward entry. ``dlse`` may be null, ``dsinks`` is null iff ``sinks`` is."""
 
-PARAMETERS: dict[Literal["fwd", "bwd"], tuple[Param, ...]] = {"fwd": FORWARD, "bwd": BACKWARD}
+BIAS_GRADIENT: tuple[Param, ...] = (
+    *_REQUIRED,
+    *_pointers((*schema.ROWS, *schema.OPERATIONS["dbias"].results)),
+    *_EXTRAS,
+    *_PROBLEM,
+    Param("stream", "stream"),
+)
+"""Parameters of every entry that gives the gradient of a bias, which is there."""
+
+PARAMETERS: dict[Operation, tuple[Param, ...]] = {
+    "fwd": FORWARD,
+    "bwd": BACKWARD,
+    "dbias": BIAS_GRADIENT,
+}
 """Those of every entry of an operation."""
 
 ALIGNMENT_BYTES = 16

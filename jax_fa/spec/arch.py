@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Operation = Literal["fwd", "bwd"]
-OPERATIONS: tuple[Operation, ...] = ("fwd", "bwd")
+Operation = Literal["fwd", "bwd", "dbias"]
+OPERATIONS: tuple[Operation, ...] = ("fwd", "bwd", "dbias")
+"""Forward; backward; the gradient of a bias, which the backward leaves out."""
 
 
 class Kernels(NamedTuple):
@@ -23,6 +24,9 @@ class Kernels(NamedTuple):
     """
 
     heads: tuple[tuple[int, int], ...]
+
+
+NO_KERNELS = Kernels(())
 
 
 class Rates(NamedTuple):
@@ -73,6 +77,8 @@ class Arch:
         mma: the tensor core instruction of its kernels, as ``machine_code.py`` calls it.
         rates: of one SM.
         products: its GPUs; the first stands for the family.
+        dbias: the same for the gradient of a bias. For its heads there are forward and backward
+            kernels that read a bias, too.
     """
 
     name: str
@@ -84,16 +90,16 @@ class Arch:
     mma: str
     rates: Rates
     products: tuple[Product, ...]
+    dbias: Kernels | str = NO_KERNELS
 
     def owner(self, operation: Operation) -> Arch:
         """The family whose kernels of an operation these GPUs run: mostly this one."""
-        held = self.fwd if operation == "fwd" else self.bwd
+        held = getattr(self, operation)
         return arch_named(held) if isinstance(held, str) else self
 
     def kernels(self, operation: Operation) -> Kernels:
         """What these GPUs run for an operation, whosever it is."""
-        owner = self.owner(operation)
-        held = owner.fwd if operation == "fwd" else owner.bwd
+        held = getattr(self.owner(operation), operation)
         assert isinstance(held, Kernels)
         return held
 

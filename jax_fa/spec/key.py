@@ -23,6 +23,7 @@ class KernelKey:
         mask: mask class.
         has_soft_cap: logits are bounded by a soft cap.
         is_split: several CTAs share the keys of a query tile (``variants.kv_splits``).
+        has_bias: a bias is added to the logits; a soft cap is then a run-time value, 0 for none.
     """
 
     arch: str
@@ -32,3 +33,4 @@ class KernelKey:
     mask: MaskClass
     has_soft_cap: bool = False
     is_split: bool = False
+    has_bias: bool = False

@@ -86,6 +86,8 @@ class Operands(NamedTuple):
             ``MASK_BLOCK`` of them, or 1. Not with packed sequences.
         mask_map: int32 [B|1, N|1, 2, stripes, words], which of its blocks need a look; present iff
             mask_words is.
+        bias: [B|1, N|1, T|1, S|1], added to ``scale * (q . k)``; of the type of q, or float32. Not
+            with packed sequences.
     """
 
     q: Any
@@ -101,6 +103,7 @@ class Operands(NamedTuple):
     sinks: Any = None
     mask_words: Any = None
     mask_map: Any = None
+    bias: Any = None
 
     @property
     def is_packed(self) -> bool:
@@ -119,19 +122,21 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the differentiable operands; ``sinks`` is None where the operand is.
+    """Cotangents of the differentiable operands; None where a ``sinks`` or ``bias`` is.
 
     Attributes:
         q: [B, T, N, D].
         k: [B, S, K, D].
         v: [B, S, K, Dv].
         sinks: float32 [M, N].
+        bias: of the bias's shape and type.
     """
 
     q: Any
     k: Any
     v: Any
-    sinks: Any
+    sinks: Any = None
+    bias: Any = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,11 @@ class Problem:
     mask_heads: int = 0
     mask_rows: int = 0
     mask_width: int = 0
+    bias_batch: int = 0
+    bias_heads: int = 0
+    bias_rows: int = 0
+    bias_keys: int = 0
+    bias_bytes: int = 0
 
     @classmethod
     def of(cls, operands: Operands, semantics: Semantics) -> Problem:
@@ -169,6 +179,9 @@ class Problem:
         _, kv_len, num_kv_heads, value_dim = operands.v.shape
         mask_shape = (0, 0, 0, 0) if operands.mask_words is None else operands.mask_words.shape
         mask_batch, mask_heads, mask_rows, mask_width = mask_shape
+        bias = operands.bias
+        bias_shape = (0, 0, 0, 0) if bias is None else bias.shape
+        bias_batch, bias_heads, bias_rows, bias_keys = bias_shape
         return cls(
             dtype=str(operands.q.dtype),
             batch=batch,
@@ -189,6 +202,11 @@ class Problem:
             mask_heads=mask_heads,
             mask_rows=mask_rows,
             mask_width=mask_width,
+            bias_batch=bias_batch,
+            bias_heads=bias_heads,
+            bias_rows=bias_rows,
+            bias_keys=bias_keys,
+            bias_bytes=0 if bias is None else bias.dtype.itemsize,
         )
 
     @property
@@ -201,6 +219,11 @@ class Problem:
     def has_mask(self) -> bool:
         """True if a dense mask hides keys."""
         return self.mask_width > 0
+
+    @property
+    def has_bias(self) -> bool:
+        """True if a bias is added to the logits."""
+        return self.bias_bytes > 0
 
     @property
     def group(self) -> int:

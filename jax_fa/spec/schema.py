@@ -15,6 +15,8 @@ Dimensions have the letters of ``problem.py``; beyond those::
     U    blocks of query rows that take turns; none unless the backward is deterministic
     Bm Nm Tm Wm  extents of the mask: 1 where it is broadcast, else B, N, T and the words of S keys
     Tc Wc        stripes of rows, and words, of its map
+    Ba Na Ta Sa  extents of the bias, which is added: 1 where it is broadcast, else B, N, T and S
+    Bb           bytes of an element of the bias, of no array a dimension
 
 ``scratch.py`` computes P to U, ``extents`` here the last two.
 """
@@ -24,11 +26,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from jax_fa.spec import arch
 from jax_fa.spec.band import OF_INTS, Extremes, ceil_div
 from jax_fa.spec.division import MAP_CELL, map_stripes
 
-Dtype = Literal["element", "float32", "int32"]
-"""Element type of an array; "element" is that of q, k and v."""
+Dtype = Literal["element", "float32", "int32", "bias"]
+"""Element type of an array; "element" is that of q, k and v, "bias" that or float32, as
+``Problem.bias_bytes`` tells."""
 
 Kind = Literal["float32", "int32", "bool", "string"]
 
@@ -43,7 +47,7 @@ class Array(NamedTuple):
         note: what it holds.
         is_optional: it may be absent: an array without elements at the FFI, else a null pointer.
         is_aligned: kernels access it 16 bytes at a time, by TMA or otherwise.
-        is_differentiable: the backward gives its gradient.
+        is_differentiable: a backward gives its gradient.
     """
 
     name: str
@@ -109,26 +113,38 @@ _FIRST_OPERANDS = (
         is_differentiable=True,
     ),
 )
+_BIAS = Array(
+    *("bias", "bias", "Ba Na Ta Sa", "added to scale q.k; -inf hides a pair"),
+    is_optional=True,
+    is_aligned=True,
+    is_differentiable=True,
+)
 _ADDED_OPERANDS = (
     _ints("mask_words", "Bm Nm Tm Wm", "bit i of word w: the row sees key 32 w + i"),
     _ints("mask_map", "Bm Nm 2 Tc Wc", "bit i of word w: 16 rows see some, all of 16 keys"),
+    _BIAS,
 )
-"""Operands that older programs lack: in a call they stand last, behind ``SAVED``."""
+"""Operands that older programs lack: in a call they stand last, behind what was saved."""
 
 OPERANDS = (*_FIRST_OPERANDS, *_ADDED_OPERANDS)
-"""Operands of both operations: the fields of ``problem.Operands``, in order."""
+"""Operands of all operations: the fields of ``problem.Operands``, in order."""
 
 OUT = _whole("out", "B T N Dv")
 LSE = Array("lse", "float32", "B T N", "natural log")
 
+_DOUT = _whole("dout", "B T N Dv")
+
 SAVED = (
-    *(OUT, LSE),
-    _whole("dout", "B T N Dv"),
+    *(OUT, LSE, _DOUT),
     Array("dlse", "float32", "B T N", "null: zero", is_optional=True),
 )
 """What a backward takes beside the operands: results of the forward and their cotangents."""
 
+ROWS = (LSE, _DOUT, Array("delta", "float32", "B T N", "rowsum(dout * out) - dlse"))
+"""What the gradient of a bias takes beside the operands."""
+
 GRADIENTS = tuple(array.gradient for array in OPERANDS if array.is_differentiable)
+"""The fields of ``problem.Gradients``, in order: those of a backward, then the bias's."""
 
 
 def _sums(name: str, dims: str, note: str) -> Array:
@@ -166,12 +182,19 @@ class Operation(NamedTuple):
     num_added: int = len(_ADDED_OPERANDS)
 
 
-OPERATIONS: dict[Literal["fwd", "bwd"], Operation] = {
+OPERATIONS: dict[arch.Operation, Operation] = {
     "fwd": Operation(OPERANDS, (OUT, LSE), FORWARD_SCRATCH, may_lack_scratch=True),
     "bwd": Operation(
         (*_FIRST_OPERANDS, *SAVED, *_ADDED_OPERANDS),
-        *(GRADIENTS, BACKWARD_SCRATCH),
+        tuple(array for array in GRADIENTS if array != _BIAS.gradient),
+        BACKWARD_SCRATCH,
         may_lack_scratch=False,
+    ),
+    "dbias": Operation(
+        (*_FIRST_OPERANDS, *ROWS, *_ADDED_OPERANDS),
+        *((_BIAS.gradient,), ()),
+        may_lack_scratch=True,
+        num_added=0,
     ),
 }
 
@@ -204,6 +227,11 @@ EXTENTS = (
     Extent("mask_heads", "Nm", "1 or N"),
     Extent("mask_rows", "Tm", "1, T or blocks of 128 rows"),
     Extent("mask_width", "Wm", "1 or words of 32 keys"),
+    Extent("bias_batch", "Ba", "1 or B; 0 without a bias, as the following"),
+    Extent("bias_heads", "Na", "1 or N"),
+    Extent("bias_rows", "Ta", "1 or T"),
+    Extent("bias_keys", "Sa", "1 or S"),
+    Extent("bias_bytes", "Bb", "of an element: 4, or 2"),
 )
 
 
@@ -274,4 +302,4 @@ ATTRIBUTES = (
         is_required=False,
     ),
 )
-"""Attributes of both operations. They are only ever added, at the end, not required."""
+"""Attributes of all operations. They are only ever added, at the end, not required."""

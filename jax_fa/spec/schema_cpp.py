@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from jax_fa.spec import abi, division, schema, scratch
+from jax_fa.spec import abi, arch, division, schema, scratch
 from jax_fa.spec.band import MAX_LENGTH, UNBOUNDED, Extremes
 from jax_fa.spec.schema import Array, Operation
 
-_PARAMS = {"fwd": "FwdParams", "bwd": "BwdParams"}
-_TITLES = {"fwd": "jax_fa forward", "bwd": "jax_fa backward"}
-_ELEMENTS = {"element": "void", "float32": "float", "int32": "int32_t"}
+_PARAMS: dict[arch.Operation, str] = {
+    "fwd": "FwdParams",
+    "bwd": "BwdParams",
+    "dbias": "DbiasParams",
+}
+_TITLES: dict[arch.Operation, str] = {
+    "fwd": "jax_fa forward",
+    "bwd": "jax_fa backward",
+    "dbias": "jax_fa gradient of a bias",
+}
+_ELEMENTS = {"element": "void", "float32": "float", "int32": "int32_t", "bias": "void"}
 _KINDS = {
     "float32": "float",
     "int32": "int32_t",
@@ -22,7 +30,7 @@ _KINDS = {
 _EXTRAS = tuple(array for array in schema.OPERANDS if array.is_optional)
 
 _HEAD = f"""\
-// What crosses the borders between JAX, C++ and kernels: arrays, extents and attributes of both
+// What crosses the borders between JAX, C++ and kernels: arrays, extents and attributes of all
 // operations, what the FFI handlers hand to a kernel of any platform. Written from
 // jax_fa/spec/schema.py by `python ffi/write_schema.py`; do not edit. Conventions (scale, LSE,
 // empty rows, padding) are stated once, in jax_fa/spec/problem.py.
@@ -150,7 +158,7 @@ def _problem() -> str:
     of_shapes = [f'visit("{x.name}", self.{x.name})' for x in schema.EXTENTS]
     return _struct(
         "Problem",
-        "Static semantics and extents, shared by both operations. Arrays are dense and row-major.",
+        "Static semantics and extents, shared by all operations. Arrays are dense and row-major.",
         [
             *_lines(fields),
             "",
@@ -197,12 +205,13 @@ def _arrays() -> str:
             f'inline constexpr Array {array.name}{{"{array.name}", Element::k{array.dtype.title()},'
             f" {flags}, {len(dims)}, {{{letters}}}}};"
         )
-    first, second = ([x.name for x in y.operands] for y in schema.OPERATIONS.values())
-    places = ", ".join(a for a, b in zip(first, second, strict=False) if a == b)
+    operands = ([x.name for x in y.operands] for y in schema.OPERATIONS.values())
+    places = ", ".join(x[0] for x in zip(*operands, strict=False) if len(set(x)) == 1)
     rank = max(len(array.dims.split()) for array in schema.BY_NAME.values())
     return "\n".join(
         [
-            "enum class Element { kElement, kFloat32, kInt32 };  // kElement: Problem::dtype\n",
+            "// kElement: Problem::dtype; kBias: that, or float32 if Problem::bias_bytes is 4.",
+            "enum class Element { kElement, kFloat32, kInt32, kBias };\n",
             "// An array of a call, as jax_fa/spec/schema.py describes it.",
             "struct Array {",
             "  const char* name;",
@@ -216,7 +225,7 @@ def _arrays() -> str:
             "using namespace letters;",
             *lines,
             "}  // namespace arrays\n",
-            "// Places of the operands that both operations have at the same place.",
+            "// Places of the operands that all operations have at the same place.",
             "namespace places {",
             f"enum Place : size_t {{ {places} }};",
             "}\n",
@@ -235,11 +244,11 @@ def _pointer(array: Array, is_read: bool) -> tuple[str, str]:
 def _extras() -> str:
     fields = [_pointer(array, is_read=True) for array in _EXTRAS]
     return _struct(
-        "Extras", "Operands that may be absent, of both operations: null pointers.", _lines(fields)
+        "Extras", "Operands that may be absent, of all operations: null pointers.", _lines(fields)
     )
 
 
-def _params(name: Literal["fwd", "bwd"], operation: Operation) -> str:
+def _params(name: arch.Operation, operation: Operation) -> str:
     members = {
         **{array.name: f"self.{array.name}" for array in (*operation.operands, *operation.results)},
         **{array.name: f"self.extras.{array.name}" for array in _EXTRAS},

@@ -7,9 +7,10 @@ The arithmetic is that of ``backward_division.py``, on ints here and on the name
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jax_fa.spec import backward_division, schema
+from jax_fa.spec.arch import Operation
 from jax_fa.spec.band import OF_INTS, Extremes
 from jax_fa.spec.problem import Problem
 
@@ -63,12 +64,12 @@ def extents(given: Mapping[str, Any], asked: Asked, on: Arithmetic = ON_INTS) ->
 
 
 def shapes(
-    operation: Literal["fwd", "bwd"], problem: Problem, num_splits: int = 1
+    operation: Operation, problem: Problem, num_splits: int = 1
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and element type of the scratch of one call, by name in call order.
 
     Args:
-        operation: forward or backward.
+        operation: what is computed.
         problem: what is asked.
         num_splits: parts into which a forward splits the keys; one needs no scratch.
     """

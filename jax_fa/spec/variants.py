@@ -4,8 +4,9 @@ A variant is one operation for one ``KernelKey``. Presence of a feature is compi
 its absence buys measurable time, which leaves three mask classes and the soft cap; lengths,
 windows, segments, offsets, alignment, sinks, heads and extents are run-time values. A soft cap
 costs a tanh per score, next to which the general mask is cheap, so it exists for that class only.
-Split keys are a matter of few tiles, whose pace memory sets: the general mask serves them all. With
-a soft cap they are not split.
+So does a bias, whose kernels take the soft cap as a run-time value. Split keys are a matter of few
+tiles, whose pace memory sets: the general mask serves them all. With a soft cap or a bias they are
+not split.
 
 A kernel also serves smaller heads than it is compiled for: further columns of zeros change no
 product, and a gradient's are cut off (``runtime/head_sizes.py``).
@@ -56,8 +57,9 @@ def stem(key: KernelKey) -> str:
     """What the names of a kernel's variants have in common, whatever the family and operation."""
     cap = "_cap" if key.has_soft_cap else ""
     split = "_split" if key.is_split else ""
+    bias = "_bias" if key.has_bias else ""
     dims = _dims(key.head_dim, key.value_dim)
-    return f"{SHORT_DTYPES[key.dtype]}_{dims}_{key.mask}{cap}{split}"
+    return f"{SHORT_DTYPES[key.dtype]}_{dims}_{key.mask}{cap}{split}{bias}"
 
 
 def _dims(head_dim: int, value_dim: int) -> str:
@@ -78,16 +80,19 @@ def _enumerate() -> Iterator[Variant]:
     masks: list[dict[str, Any]] = [{"mask": mask} for mask in MASK_CLASSES]
     masks.append({"mask": "general", "has_soft_cap": True})
     split: dict[str, Any] = {"mask": "general", "is_split": True}
+    bias: dict[str, Any] = {"mask": "general", "has_bias": True}
     for arch in ARCHS:
         for operation in OPERATIONS:
             if arch.owner(operation) is not arch:
                 continue
-            all_fields = [*masks, *([split] if operation == "fwd" else [])]
+            unbiased = {"fwd": [*masks, split], "bwd": masks, "dbias": []}[operation]
             for dtype in SHORT_DTYPES:
-                for head_dim, value_dim in arch.kernels(operation).heads:
-                    for fields in all_fields:
-                        key = KernelKey(arch.target, dtype, head_dim, value_dim, **fields)
-                        yield Variant(operation, arch.name, key)
+                for heads in arch.kernels(operation).heads:
+                    biased = [bias] if heads in arch.kernels("dbias").heads else []
+                    for fields in (*unbiased, *biased):
+                        yield Variant(
+                            operation, arch.name, KernelKey(arch.target, dtype, *heads, **fields)
+                        )
 
 
 VARIANTS = tuple(_enumerate())
@@ -129,7 +134,7 @@ def mask_class(problem: Problem) -> MaskClass:
     """The cheapest mask class that serves ``problem``."""
     band = problem.semantics.band
     semantics = problem.semantics
-    if problem.has_hiding_operands or semantics.soft_cap is not None:
+    if problem.has_hiding_operands or semantics.soft_cap is not None or problem.has_bias:
         return "general"
     if band.left_bound != UNBOUNDED:
         return "general"
@@ -214,12 +219,13 @@ def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
     """Keys, but for the family, of what serves ``problem``, compiled or not; the fastest first."""
     if problem.dtype not in SHORT_DTYPES or _is_empty(problem):
         return []
-    has_soft_cap = problem.semantics.soft_cap is not None
+    has_bias = problem.has_bias
+    has_soft_cap = problem.semantics.soft_cap is not None and not has_bias
     keys = []
     for heads in heads_for(problem, operation):
         mask = mask_class(problem)
-        key = KernelKey("", problem.dtype, *heads, mask, has_soft_cap)
-        if operation == "fwd" and kv_splits(problem) > 1:
+        key = KernelKey("", problem.dtype, *heads, mask, has_soft_cap, has_bias=has_bias)
+        if operation == "fwd" and kv_splits(problem) > 1 and not has_bias:
             keys.append(replace(key, mask="general", is_split=True))
         keys.append(key)
     return keys
@@ -245,6 +251,8 @@ def nearest(
     compiled: Collection[str] = BY_NAME.keys(),
 ) -> str:
     """One or two sentences on why ``find`` gave None: what is compiled, and what would work."""
+    if problem.has_bias and not arch.kernels("dbias").heads:
+        return f"no kernels for {arch.name} read a bias. implementation='xla' takes one."
     owner = arch.owner(operation).name
     here = [
         variant
@@ -283,8 +291,9 @@ def nearest(
             f"as large as {asked}. {advice}"
         )
     cap = " with a soft cap" if problem.semantics.soft_cap is not None else ""
+    bias = " with a bias" if problem.has_bias else ""
     same = [variant.name for variant in wide if variant.key.dtype == problem.dtype]
     return (
-        f"the {mask_class(problem)} mask{cap} is not compiled for {problem.dtype}, "
+        f"the {mask_class(problem)} mask{cap}{bias} is not compiled for {problem.dtype}, "
         f"D/Dv {asked} or larger on {arch.name}. Compiled: {', '.join(same) or 'none'}."
     )

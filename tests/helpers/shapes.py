@@ -30,6 +30,7 @@ PerSequence = Int32[Array, " m"] | None
 Borders = Int32[Array, " m_plus_1"] | None
 MaskWords = Int32[Array, "#b #n mask_rows words"] | None
 MaskMap = Int32[Array, "#b #n 2 stripes map_words"] | None
+Bias = Float[Array, "#b #n #t #s"] | None
 
 
 def forward_shapes(  # noqa: PLR0913 (one letter binds over all of them)
@@ -46,6 +47,7 @@ def forward_shapes(  # noqa: PLR0913 (one letter binds over all of them)
     sinks: Sinks,
     mask_words: MaskWords,
     mask_map: MaskMap,
+    bias: Bias,
     out: Out,
     lse: Lse,
 ) -> None:
@@ -92,7 +94,7 @@ def _kernel_forward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_gradients(operands: Operands, saved: Any, grads: Gradients) -> Gradients:
-    check_backward(*operands[:3], operands.sinks, *saved, *grads)
+    check_backward(*operands[:3], operands.sinks, *saved, *grads[:4])
     return grads
 
 
