@@ -49,11 +49,15 @@ def score_log2(bias: Bias) -> Float32:
     return factor
 
 
+def clamped_row(bias: Bias, position: Int32) -> Int32:
+    """The row of a query among those of a head."""
+    return cutlass.max(cutlass.min(position, bias.rows - 1), 0)
+
+
 def row_of(bias: Bias, batch: Int32, head: Int32, position: Int32) -> Int64:
     """The number of a query's row among all rows of the bias."""
     own = cutlass.min(batch, bias.batch - 1) * bias.heads + cutlass.min(head, bias.heads - 1)
-    row = cutlass.max(cutlass.min(position, bias.rows - 1), 0)
-    return own.to(Int64) * bias.rows + row
+    return own.to(Int64) * bias.rows + clamped_row(bias, position)
 
 
 def address_of(bias: Bias, row: Int64) -> Int64:
