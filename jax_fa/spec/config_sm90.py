@@ -53,6 +53,8 @@ def hopper_forward(key: KernelKey) -> HopperForward:
     alternatives that lost are in brackets.
     """
     is_general = key.mask == "general"
+    if key.has_bias:
+        return _forward_with_bias(key)
     # Loading is more than starting TMA where lengths are decoded: 24 registers spill at D = 96.
     consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
     block_kv, num_consumers, is_persistent, q_in_registers = 128, 2, True, False
@@ -79,6 +81,18 @@ def hopper_forward(key: KernelKey) -> HopperForward:
         producer_registers=producer_registers,
         q_in_registers=q_in_registers,
         packs_heads=key.is_split,
+    )
+
+
+def _forward_with_bias(key: KernelKey) -> HopperForward:
+    """The forward configuration where a thread holds the bias of a block beside its scores.
+
+    As many keys as leave room for float32 words of it without spills (DSL 4.8.1; 24 registers are
+    enough to load with).
+    """
+    block_kv = {64: 96, 96: 96, 128: 80, 192: 80, 256: 48}[key.head_dim]
+    return HopperForward(
+        block_kv, num_consumers=2, is_persistent=key.head_dim <= 192, consumer_registers=240
     )
 
 
@@ -139,4 +153,37 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
         block_q=64,
         splits_keys=key.head_dim + key.value_dim <= 256,
         overlaps_dp=not (key.has_soft_cap or key.has_bias),
+    )
+
+
+@dataclass(frozen=True)
+class HopperBiasGradient:
+    """The tile and resources of a kernel that gives the gradient of a bias.
+
+    Attributes:
+        block_kv: keys of a tile.
+        stages: depth of the rings of queries and keys, and of dO and values.
+        num_consumers: warpgroups that own 64 query rows each.
+        consumer_registers: per thread of a consumer, multiple of 8.
+        producer_registers: per thread of the producer warpgroup, multiple of 8.
+    """
+
+    block_kv: int
+    stages: int
+    num_consumers: int = 2
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    packs_heads: bool = False
+    is_persistent: bool = True
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one tile."""
+        return 64 * self.num_consumers
+
+
+def hopper_bias_gradient(key: KernelKey) -> HopperBiasGradient:
+    """The configuration for ``key``: the tile that fits, with what it sweeps in two stages."""
+    return HopperBiasGradient(
+        block_kv=128 if key.head_dim <= 64 else 64, stages=2 if key.head_dim <= 128 else 1
     )

@@ -171,6 +171,41 @@ def mask_block(
     block: Int32,
 ) -> None:
     """Hides the keys of a block that a row does not see."""
+    mask_by_place(variant, x, c, work, scores, block)
+    if const_expr(variant.is_general):
+        if dense_mask.is_present(x.scalars.mask):
+            if dense_mask.hides(x.smem.found, block):
+                mask_by_words(variant, x, c, work, scores, block)
+
+
+@cute.jit
+def mask_by_words(
+    variant: cutlass.Constexpr,
+    x: Any,
+    c: Any,
+    work: Work,
+    scores: cute.Tensor,
+    block: Int32,
+) -> None:
+    """Hides the keys of a block that a dense mask hides."""
+    words = []
+    for at in rows_of_thread(variant, x, c, work):
+        row = dense_mask.row_of(x.scalars.mask, work.tile.batch, at.head, at.position)
+        block_kv = variant.config.block_kv
+        words.append(dense_mask.words_of_block(x.scalars.mask, row, block, block_kv))
+    fragment_softmax.mask_by_words(scores, words, fragments.first_column(c.thread))
+
+
+@cute.jit
+def mask_by_place(
+    variant: cutlass.Constexpr,
+    x: Any,
+    c: Any,
+    work: Work,
+    scores: cute.Tensor,
+    block: Int32,
+) -> None:
+    """Hides the keys of a block that the band and segments hide."""
     scalars = x.scalars
     rows = [at.position for at in rows_of_thread(variant, x, c, work)]
     first_key = block * variant.config.block_kv + fragments.first_column(c.thread)
@@ -193,14 +228,6 @@ def mask_block(
             fragment_softmax.mask_segments(
                 scores, row_ids, scalars.kv_segments + (kv_base + first_key), last
             )
-        if dense_mask.is_present(scalars.mask):
-            if dense_mask.hides(x.smem.found, block):
-                words = []
-                for at in rows_of_thread(variant, x, c, work):
-                    row = dense_mask.row_of(scalars.mask, work.tile.batch, at.head, at.position)
-                    block_kv = variant.config.block_kv
-                    words.append(dense_mask.words_of_block(scalars.mask, row, block, block_kv))
-                fragment_softmax.mask_by_words(scores, words, fragments.first_column(c.thread))
 
 
 def rows_of_thread(

@@ -1,0 +1,280 @@
+"""The roles of Hopper's gradient of a bias: load, consume; ``dbias.py`` has the picture."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+
+from jax_fa.kernels import bias as biases
+from jax_fa.kernels import dense_mask, edges, fragments, loads, primitives, softmax, tiles
+from jax_fa.kernels.backward_rows import vector_at
+from jax_fa.kernels.forward_work import Work
+from jax_fa.kernels.sm90 import fragment_bias, fragment_softmax
+from jax_fa.kernels.sm90.dbias_work import (
+    BiasTile,
+    DbiasConsumer,
+    DbiasContext,
+    DbiasPipes,
+    RowStats,
+    bias_tile,
+    make_consumer,
+    step_at,
+)
+from jax_fa.kernels.sm90.fwd_roles import mask_by_place, mask_by_words, rows_of_thread
+from jax_fa.kernels.sm90.plan import WGMMA_ROWS
+
+
+@cute.jit
+def load(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> None:
+    """Loads, for each tile of the bias, the blocks that it is added to. One warp."""
+    qk, dov = pipes.qk, pipes.dov
+    number = cute.arch.block_idx()[0]
+    while number < x.grid.number:
+        tile = bias_tile(variant, x, number)
+        rows = tile.row_blocks
+        for pair in cutlass.range(tile.pairs, unroll=1):
+            for row_block in cutlass.range(rows.start, rows.end, unroll=1):
+                work, seen = step_at(variant, x, tile, pair, row_block)
+                at = work.tile
+                for block in cutlass.range(seen.start, seen.end, unroll=1):
+                    queries = loads.Rows(Int32(0), at.head, at.batch)
+                    keys = loads.Rows(Int32(0), at.kv_head, at.batch)
+                    slot = qk.acquire_and_advance()
+                    loads.load(loads.operand(x, "q"), queries, row_block, slot)
+                    loads.load(loads.operand(x, "k"), keys, block, slot)
+                    slot = dov.acquire_and_advance()
+                    loads.load(loads.operand(x, "dout"), queries, row_block, slot)
+                    loads.load(loads.operand(x, "v"), keys, block, slot)
+        number = number + cute.arch.grid_dim()[0]
+    # HAZARD: the CTA may not end while consumers still have arrivals to make here.
+    qk.tail()
+    dov.tail()
+
+
+@cute.jit
+def consume(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> None:
+    """Sums dS of 64 rows of each tile of the bias. One warpgroup of two."""
+    c = make_consumer(variant, x)
+    qk, dov = pipes.qk, pipes.dov
+    number = cute.arch.block_idx()[0]
+    while number < x.grid.number:
+        tile = bias_tile(variant, x, number)
+        rows = tile.row_blocks
+        c.sums.fill(0.0)
+        keep_bias(variant, x, c, tile)
+        for pair in cutlass.range(tile.pairs, unroll=1):
+            for row_block in cutlass.range(rows.start, rows.end, unroll=1):
+                work, seen = step_at(variant, x, tile, pair, row_block)
+                stats = row_stats(variant, x, c, work)
+                for block in cutlass.range(seen.start, seen.end, unroll=1):
+                    scores, dp = (c.s_mma.make_fragment_C(c.sums.shape) for _ in range(2))
+                    qk_full = qk.wait_and_advance()
+                    place = (None, None, None, qk_full.index)
+                    fragments.multiply(c.s_mma, scores, c.q[place], c.k[place], False)
+                    dov_full = dov.wait_and_advance()
+                    place = (None, None, None, dov_full.index)
+                    fragments.multiply(c.s_mma, dp, c.dout[place], c.v[place], False)
+                    warpgroup.wait_group(1)
+                    qk_full.release()
+                    to_slopes(variant, x, c, work, stats, block, scores)
+                    warpgroup.wait_group(0)
+                    dov_full.release()
+                    add_products(c, stats, scores, dp)
+        store(variant, x, c, tile)
+        number = number + cute.arch.grid_dim()[0]
+
+
+@cute.jit
+def keep_bias(
+    variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, tile: BiasTile
+) -> None:
+    """Loads the bias of a tile to shared memory, each thread that of its own scores."""
+    bias, addresses, config = x.scalars.bias, [], variant.config
+    first_row = tile.row_block * config.block_q + c.index * WGMMA_ROWS
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        position = first_row + fragments.row_in_tile(c.thread) + 8 * r
+        addresses.append(
+            biases.address_of(bias, biases.row_of(bias, tile.batch, tile.head, position))
+        )
+    first_key = tile.key_block * config.block_kv + fragments.first_column(c.thread)
+    rows = fragment_bias.RowBytes(*addresses)
+    fragment_bias.load_rows(c.bias, bias, rows, first_key, config.block_kv)
+    fours = cute.zipped_divide(c.bias, (4,))
+    for i in cutlass.range_constexpr(cute.size(c.kept, mode=[1])):
+        cute.autovec_copy(fours[None, i], c.kept[None, i])
+
+
+@cute.jit
+def add_kept(
+    variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, scores: cute.Tensor
+) -> None:
+    """Adds to the scores what ``keep_bias`` kept."""
+    fours, count = cute.zipped_divide(c.bias, (4,)), cute.size(c.kept, mode=[1])
+    if x.scalars.bias.size_bytes == 2:
+        for i in cutlass.range_constexpr(count // 2):
+            cute.autovec_copy(c.kept[None, i], fours[None, i])
+    else:
+        for i in cutlass.range_constexpr(count):
+            cute.autovec_copy(c.kept[None, i], fours[None, i])
+    fragment_bias.add_rows(scores, c.bias, x.scalars.bias, variant.dtype)
+
+
+@cute.jit
+def row_stats(
+    variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, work: Work
+) -> RowStats:
+    """Log-sum-exp in base 2 and delta of this thread's rows, such that unused ones have P = 0."""
+    lse2s, deltas = [], []
+    for at in rows_of_thread(variant, x, c, work):
+        lse2, delta = Float32.inf, Float32(0.0)
+        if at.position < work.span.own_len:
+            lse = x.arrays.lse[at.position, at.head, work.tile.batch]
+            if lse != -Float32.inf:
+                lse2 = lse * softmax.LOG2_E
+                delta = x.arrays.delta[at.position, at.head, work.tile.batch]
+        lse2s.append(lse2)
+        deltas.append(delta)
+    return RowStats(lse2s, deltas)
+
+
+@cute.jit
+def to_slopes(
+    variant: cutlass.Constexpr,
+    x: DbiasContext,
+    c: DbiasConsumer,
+    work: Work,
+    stats: RowStats,
+    block: Int32,
+    scores: cute.Tensor,
+) -> None:
+    """Replaces scores by P, times the slope of the soft cap if there is one."""
+    scalars, config, blocks = x.scalars, variant.config, work.blocks
+    add_kept(variant, x, c, scores)
+    hides = (block < blocks.full_start) | (block >= blocks.full_end)
+    hides = hides | (work.span.first_row + config.block_q > work.span.own_len)
+    hides = hides | tiles.is_present(scalars.q_segments) | dense_mask.is_present(scalars.mask)
+    if hides:
+        mask_by_place(variant, x, c, work, scores, block)
+        if dense_mask.is_present(scalars.mask):
+            mask_by_words(variant, x, c, work, scores, block)
+        hide_unused(variant, x, c, work, scores)
+    by_row = fragments.by_row(scores)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
+            exponent = by_row[r, i] * scalars.scale_log2 - stats.lse2[r]
+            p = cute.math.exp2(exponent, fastmath=True)
+            if scalars.bias.soft_cap != 0.0:
+                # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+                p = p * cute.arch.fmax(1.0 - by_row[r, i] * by_row[r, i], 0.0)
+            by_row[r, i] = p
+
+
+@cute.jit
+def hide_unused(
+    variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, work: Work, scores: cute.Tensor
+) -> None:
+    """Hides all keys from the rows beyond the sequence, which may hold anything."""
+    by_row = fragments.by_row(scores)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        at = rows_of_thread(variant, x, c, work)[r]
+        is_used = at.position < work.span.own_len
+        for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
+            by_row[r, i] = by_row[r, i] if is_used else -Float32.inf
+
+
+@cute.jit
+def add_products(
+    c: DbiasConsumer, stats: RowStats, slopes: cute.Tensor, dp: cute.Tensor
+) -> None:
+    """Adds dS = slope (dP - delta) to the sums."""
+    sums, slopes, dp = (fragments.by_row(x) for x in (c.sums, slopes, dp))
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        for i in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+            slope = slopes[r, i]
+            # What a query does not see may make dP anything, and 0 * NaN is not 0.
+            ds = slope * (dp[r, i] - stats.delta[r])
+            sums[r, i] = sums[r, i] + (Float32(0.0) if slope == 0.0 else ds)
+
+
+@cute.jit
+def store(
+    variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, tile: BiasTile
+) -> None:
+    """Writes a tile of the gradient, summed over what the bias is broadcast along."""
+    dbias, config = x.arrays.dbias, variant.config
+    sums = fragments.by_row(c.sums)
+    columns = cute.size(sums, mode=[1])
+    if dbias.keys == 1:
+        for r in cutlass.range_constexpr(fragments.ROWS):
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(columns):
+                total = total + sums[r, i]
+            sums[r, 0] = fragment_softmax.quad_sum(total)
+    if dbias.rows == 1:
+        sum_rows(variant, x, c, sums)
+    first_row = tile.row_block * config.block_q + c.index * WGMMA_ROWS
+    first_key = tile.key_block * config.block_kv + fragments.first_column(c.thread)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        row = first_row + fragments.row_in_tile(c.thread) + 8 * r
+        if row < dbias.rows:
+            address = biases.address_of(
+                dbias, biases.row_of(dbias, tile.batch, tile.head, row)
+            )
+            store_row(variant, dbias, address, first_key, [sums[r, i] for i in range(columns)])
+
+
+@cute.jit
+def store_row(
+    variant: cutlass.Constexpr, dbias: Any, address: Any, first_key: Int32, values: list
+) -> None:
+    """Writes a thread's part of a row, from key ``first_key`` on."""
+    dtype = variant.dtype
+    for g in cutlass.range_constexpr(len(values) // 2):
+        key = first_key + 8 * g
+        pair = [values[2 * g + i] for i in range(2)]
+        if (key + 1 < dbias.keys) & (dbias.keys % 2 == 0):
+            if dbias.size_bytes == 2:
+                word = vector_at(Int32, address + key.to(Int64) * 2, 4)
+                word[0] = primitives.narrow_pair(pair[0], pair[1], dtype)
+            else:
+                floats = vector_at(Float32, address + key.to(Int64) * 4, 8)
+                for i in cutlass.range_constexpr(2):
+                    floats[i] = pair[i]
+        else:
+            for i in cutlass.range_constexpr(2):
+                if key + i < dbias.keys:
+                    if dbias.size_bytes == 2:
+                        half = vector_at(dtype, address + (key + i).to(Int64) * 2, 2)
+                        half[0] = pair[i].to(dtype)
+                    else:
+                        word = vector_at(Float32, address + (key + i).to(Int64) * 4, 4)
+                        word[0] = pair[i]
+
+
+@cute.jit
+def sum_rows(
+    variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, sums: cute.Tensor
+) -> None:
+    """Sums all rows of a tile into the first, always in the same order. All consumers call."""
+    columns, plan = cute.size(sums, mode=[1]), variant.plan
+    warps = variant.config.num_consumers * edges.WARPGROUP // edges.WARP
+    warp = c.index * (edges.WARPGROUP // edges.WARP) + c.thread // edges.WARP
+    first = fragments.first_column(c.thread)
+    for i in cutlass.range_constexpr(columns):
+        total = sums[0, i] + sums[1, i]
+        for step in cutlass.range_constexpr(2, 5):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        if c.thread % edges.WARP < 4:
+            x.smem.columns[first + fragments.column_of(i), warp] = total
+    barrier = plan.barrier("columns")
+    cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
+    for i in cutlass.range_constexpr(columns):
+        total = Float32(0.0)
+        for other in cutlass.range_constexpr(warps):
+            total = total + x.smem.columns[first + fragments.column_of(i), other]
+        sums[0, i] = total
+    # HAZARD: the next tile's sums may not overwrite what others still read.
+    barrier = plan.barrier("summed")
+    cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
