@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fa.kernels import bias as biases
@@ -76,12 +76,19 @@ def consume(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> N
                     dov_full = dov.wait_and_advance()
                     place = (None, None, None, dov_full.index)
                     fragments.multiply(c.s_mma, dp, c.dout[place], c.v[place], False)
+                    hides = may_hide(variant, x, work, block)
                     warpgroup.wait_group(1)
                     qk_full.release()
-                    to_slopes(variant, x, c, work, stats, block, scores)
+                    add_kept(variant, x, c, scores)
+                    if hides:
+                        hide(variant, x, c, work, scores, block)
+                    to_slopes(x, stats, scores)
                     warpgroup.wait_group(0)
                     dov_full.release()
-                    add_products(c, stats, scores, dp)
+                    if hides:
+                        add_products(c, stats, scores, dp, True)
+                    else:
+                        add_products(c, stats, scores, dp, False)
         store(variant, x, c, tile)
         number = number + cute.arch.grid_dim()[0]
 
@@ -126,76 +133,90 @@ def row_stats(
     variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, work: Work
 ) -> RowStats:
     """Log-sum-exp in base 2 and delta of this thread's rows, such that unused ones have P = 0."""
-    lse2s, deltas = [], []
+    lse2s, deltas, last = [], [], work.span.own_slot - 1
     for at in rows_of_thread(variant, x, c, work):
-        lse2, delta = Float32.inf, Float32(0.0)
-        if at.position < work.span.own_len:
-            lse = x.arrays.lse[at.position, at.head, work.tile.batch]
-            if lse != -Float32.inf:
-                lse2 = lse * softmax.LOG2_E
-                delta = x.arrays.delta[at.position, at.head, work.tile.batch]
-        lse2s.append(lse2)
-        deltas.append(delta)
+        position = cutlass.min(at.position, last)
+        lse = x.arrays.lse[position, at.head, work.tile.batch]
+        delta = x.arrays.delta[position, at.head, work.tile.batch]
+        is_empty = (at.position >= work.span.own_len) | (lse == -Float32.inf)
+        lse2s.append(Float32.inf if is_empty else lse * softmax.LOG2_E)
+        deltas.append(Float32(0.0) if is_empty else delta)
     return RowStats(lse2s, deltas)
 
 
 @cute.jit
-def to_slopes(
+def may_hide(variant: cutlass.Constexpr, x: DbiasContext, work: Work, block: Int32) -> Boolean:
+    """Whether anything but the bias may hide pairs of a block."""
+    scalars, blocks = x.scalars, work.blocks
+    hides = (block < blocks.full_start) | (block >= blocks.full_end)
+    hides = hides | (work.span.first_row + variant.config.block_q > work.span.own_len)
+    return hides | tiles.is_present(scalars.q_segments) | dense_mask.is_present(scalars.mask)
+
+
+@cute.jit
+def hide(
     variant: cutlass.Constexpr,
     x: DbiasContext,
     c: DbiasConsumer,
     work: Work,
-    stats: RowStats,
-    block: Int32,
     scores: cute.Tensor,
+    block: Int32,
 ) -> None:
-    """Replaces scores by P, times the slope of the soft cap if there is one."""
-    scalars, config, blocks = x.scalars, variant.config, work.blocks
-    add_kept(variant, x, c, scores)
-    hides = (block < blocks.full_start) | (block >= blocks.full_end)
-    hides = hides | (work.span.first_row + config.block_q > work.span.own_len)
-    hides = hides | tiles.is_present(scalars.q_segments) | dense_mask.is_present(scalars.mask)
-    if hides:
-        mask_by_place(variant, x, c, work, scores, block)
-        if dense_mask.is_present(scalars.mask):
-            mask_by_words(variant, x, c, work, scores, block)
-        hide_unused(variant, x, c, work, scores)
-    by_row = fragments.by_row(scores)
+    """Hides what a row does not see, and everything from rows beyond the sequence."""
+    mask_by_place(variant, x, c, work, scores, block)
+    if dense_mask.is_present(x.scalars.mask):
+        mask_by_words(variant, x, c, work, scores, block)
+    by_row, rows = fragments.by_row(scores), rows_of_thread(variant, x, c, work)
     for r in cutlass.range_constexpr(fragments.ROWS):
-        for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
-            exponent = by_row[r, i] * scalars.scale_log2 - stats.lse2[r]
-            p = cute.math.exp2(exponent, fastmath=True)
-            if scalars.bias.soft_cap != 0.0:
-                # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
-                p = p * cute.arch.fmax(1.0 - by_row[r, i] * by_row[r, i], 0.0)
-            by_row[r, i] = p
-
-
-@cute.jit
-def hide_unused(
-    variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, work: Work, scores: cute.Tensor
-) -> None:
-    """Hides all keys from the rows beyond the sequence, which may hold anything."""
-    by_row = fragments.by_row(scores)
-    for r in cutlass.range_constexpr(fragments.ROWS):
-        at = rows_of_thread(variant, x, c, work)[r]
-        is_used = at.position < work.span.own_len
+        is_used = rows[r].position < work.span.own_len
         for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
             by_row[r, i] = by_row[r, i] if is_used else -Float32.inf
 
 
 @cute.jit
+def to_slopes(x: DbiasContext, stats: RowStats, scores: cute.Tensor) -> None:
+    """Replaces scores by P, times the slope of the soft cap if there is one."""
+    if x.scalars.bias.soft_cap != 0.0:
+        exponentiate(x, stats, scores, True)
+    else:
+        exponentiate(x, stats, scores, False)
+
+
+@cute.jit
+def exponentiate(
+    x: DbiasContext, stats: RowStats, scores: cute.Tensor, has_cap: cutlass.Constexpr[bool]
+) -> None:
+    """``to_slopes``, with or without a cap."""
+    by_row = fragments.by_row(scores)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
+            score = by_row[r, i]
+            exponent = score * x.scalars.scale_log2 - stats.lse2[r]
+            p = cute.math.exp2(exponent, fastmath=True)
+            if const_expr(has_cap):
+                # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+                p = p * cute.arch.fmax(1.0 - score * score, 0.0)
+            by_row[r, i] = p
+
+
+@cute.jit
 def add_products(
-    c: DbiasConsumer, stats: RowStats, slopes: cute.Tensor, dp: cute.Tensor
+    c: DbiasConsumer,
+    stats: RowStats,
+    slopes: cute.Tensor,
+    dp: cute.Tensor,
+    hides: cutlass.Constexpr[bool],
 ) -> None:
     """Adds dS = slope (dP - delta) to the sums."""
     sums, slopes, dp = (fragments.by_row(x) for x in (c.sums, slopes, dp))
     for r in cutlass.range_constexpr(fragments.ROWS):
         for i in cutlass.range_constexpr(cute.size(sums, mode=[1])):
             slope = slopes[r, i]
-            # What a query does not see may make dP anything, and 0 * NaN is not 0.
             ds = slope * (dp[r, i] - stats.delta[r])
-            sums[r, i] = sums[r, i] + (Float32(0.0) if slope == 0.0 else ds)
+            if const_expr(hides):
+                # Rows of dO or values beyond the sequence may be anything, and 0 * NaN is not 0.
+                ds = Float32(0.0) if slope == 0.0 else ds
+            sums[r, i] = sums[r, i] + ds
 
 
 @cute.jit
