@@ -14,6 +14,7 @@ from helpers.recording import needs_compiler, needs_dsl, prebuilt, record
 
 from jax_fa.emulator import Memory, emulate
 from jax_fa.spec import abi, schema, scratch
+from jax_fa.spec.arch import ARCHS
 from jax_fa.spec.config import choose_backward, choose_dbias, choose_forward
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.problem import Problem
@@ -271,3 +272,22 @@ def kernels(tmp_path_factory):
 def test_kernels_are_right(kernels, operation, biased):
     given = given_of(biased)
     check(call(kernels(operation), operation, given), given)
+
+
+SMALL = {"q_len": 90, "kv_len": 150, "heads": 2, "kv_heads": 1}
+OTHERS = [
+    (heads, dtype)
+    for heads in ARCHS[0].kernels("dbias").heads
+    for dtype in ("bfloat16", "float16")
+    if (*heads, dtype) != (64, 64, "bfloat16")
+]
+
+
+@pytest.mark.parametrize("operation", ["fwd", "bwd", "dbias"])
+@pytest.mark.parametrize(("heads", "dtype"), OTHERS, ids=str)
+def test_all_head_sizes_and_types_are_right(kernels, operation, heads, dtype):
+    key = replace(KEY, dtype=dtype, head_dim=heads[0], value_dim=heads[1])
+    for bias_dtype in (None, "float32"):
+        case = Case("small", head_dim=heads[0], value_dim=heads[1], **SMALL)
+        given = given_of(Biased(case, "NTS", bias_dtype, hides=2), dtype)
+        check(call(kernels(operation, key), operation, given), given, dtype)
