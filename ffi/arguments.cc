@@ -1,6 +1,7 @@
 #include "arguments.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -108,7 +109,7 @@ class Reader {
                Join(OperandsOf<Params>()) + "), but got " + std::to_string(args_.size()));
     }
     constexpr size_t least = Params::kNumResults, most = least + Params::kNumScratch;
-    const bool takes_scratch = platform == Platform::kCuda;
+    const bool takes_scratch = platform == Platform::kCuda && most > least;
     if (takes_scratch && rets_.size() == most) return true;
     if (rets_.size() == least && (!takes_scratch || Params::kMayLackScratch)) return false;
     std::string expected = std::to_string(least) + " results (" + Join(ResultsOf<Params>()) + ")";
@@ -126,7 +127,10 @@ class Reader {
     element_ = element;
     Expect(problem);
   }
-  void Expect(const Problem& problem) { extents_ = ExtentsOf(problem); }
+  void Expect(const Problem& problem) {
+    extents_ = ExtentsOf(problem);
+    bias_is_float32_ = problem.bias_bytes == 4;
+  }
   // The next operand or result, whose element type and shape must be as expected. Null for one that
   // is absent: without elements, which may also have shape [0], or behind the last of an older
   // program.
@@ -188,6 +192,8 @@ class Reader {
         return ffi::DataType::F32;
       case Element::kInt32:
         return ffi::DataType::S32;
+      case Element::kBias:
+        return bias_is_float32_ ? ffi::DataType::F32 : element_;
       default:
         return element_;
     }
@@ -213,6 +219,7 @@ class Reader {
   const char* title_;
   ffi::DataType element_ = ffi::DataType::INVALID;
   Extents extents_{};
+  bool bias_is_float32_ = false;
   size_t next_ = 0;
   bool reading_results_ = false;
   std::string error_;
@@ -231,9 +238,31 @@ std::optional<DType> KernelDType(ffi::DataType dtype) {
   }
 }
 
-// Derives the extents from q, k, v, cu_seqlens_q and mask_words, which is the operand at
-// `mask_place`; all arrays are checked against them.
-void ReadExtents(Reader& reader, size_t mask_place, Problem* p) {
+// The place of an operand.
+template <typename Params>
+size_t PlaceOf(const Array& array) {
+  const Names names = OperandsOf<Params>();
+  return std::find(names.begin(), names.end(), array.name) - names.begin();
+}
+
+// The extents of an operand of rank 4 that may be absent.
+void ReadExtentsOf(Reader& reader, size_t place, const Array& array,
+                   std::initializer_list<int64_t*> extents) {
+  const Shape shape = reader.PeekShape(place);
+  if (shape.empty()) return;
+  if (shape.size() != extents.size()) {
+    reader.Complain(std::string(array.name) + " should have rank " +
+                    std::to_string(extents.size()) + ", but has shape " + ToString(shape));
+    return;
+  }
+  size_t i = 0;
+  for (int64_t* extent : extents) *extent = shape[i++];
+}
+
+// Derives the extents from q, k, v, cu_seqlens_q, mask_words and bias; all arrays are checked
+// against them.
+template <typename Params>
+void ReadExtents(Reader& reader, Problem* p) {
   const auto q = reader.PeekOperand(places::q), k = reader.PeekOperand(places::k);
   const auto v = reader.PeekOperand(places::v);
   const auto borders = reader.PeekOperand(places::cu_seqlens_q);
@@ -255,18 +284,16 @@ void ReadExtents(Reader& reader, size_t mask_place, Problem* p) {
   p->num_kv_heads = kd[2];
   p->head_dim = qd[3];
   p->value_dim = vd[3];
-  const Shape mask = reader.PeekShape(mask_place);
-  if (!mask.empty() && mask.size() != 4) {
-    reader.Complain("mask_words should have rank 4, but has shape " + ToString(mask));
-    return;
+  ReadExtentsOf(reader, PlaceOf<Params>(arrays::mask_words), arrays::mask_words,
+                {&p->mask_batch, &p->mask_heads, &p->mask_rows, &p->mask_width});
+  const size_t bias = PlaceOf<Params>(arrays::bias);
+  ReadExtentsOf(reader, bias, arrays::bias,
+                {&p->bias_batch, &p->bias_heads, &p->bias_rows, &p->bias_keys});
+  if (!reader.PeekShape(bias).empty()) {
+    const bool is_float32 = reader.PeekOperand(bias)->element_type() == ffi::DataType::F32;
+    p->bias_bytes = is_float32 || *dtype == DType::kF32 ? 4 : 2;  // Next checks the type
   }
-  if (!mask.empty()) {
-    p->mask_batch = mask[0];
-    p->mask_heads = mask[1];
-    p->mask_rows = mask[2];
-    p->mask_width = mask[3];
-  }
-  reader.Complain(CheckProblem(*p));
+  if (reader.ok()) reader.Complain(CheckProblem(*p));
   if (reader.ok()) reader.Expect(q->element_type(), *p);
 }
 
@@ -282,6 +309,7 @@ void ReadSplits(Reader& reader, FwdParams* params) {
   reader.Expect(p);
 }
 void ReadSplits(Reader&, BwdParams*) {}
+void ReadSplits(Reader&, DbiasParams*) {}
 
 }  // namespace
 
@@ -299,8 +327,7 @@ ffi::ErrorOr<Params> Read(const ffi::RemainingArgs& args, const ffi::RemainingRe
                        "', which this release has none of; trace it again with mask_mod=function"));
   }
   const bool has_scratch = reader.CheckNumbers<Params>(platform);
-  constexpr size_t mask_place = Params::kNumOperands - Params::kNumAddedOperands;
-  if (reader.ok()) ReadExtents(reader, mask_place, &params.problem);
+  if (reader.ok()) ReadExtents<Params>(reader, &params.problem);
   if (!reader.ok()) return ffi::Unexpected(reader.error());
   const auto next = [&reader](const Array& array, auto*& pointer) { reader.Next(array, &pointer); };
   Params::Operands(params, next);
@@ -317,12 +344,25 @@ template ffi::ErrorOr<FwdParams> Read(const ffi::RemainingArgs&, const ffi::Rema
                                       const Attributes&, Platform);
 template ffi::ErrorOr<BwdParams> Read(const ffi::RemainingArgs&, const ffi::RemainingRets&,
                                       const Attributes&, Platform);
+template ffi::ErrorOr<DbiasParams> Read(const ffi::RemainingArgs&, const ffi::RemainingRets&,
+                                        const Attributes&, Platform);
 
-Names OperandNames(bool backward) {
-  Names names = backward ? OperandsOf<BwdParams>() : OperandsOf<FwdParams>();
-  const Names results = backward ? ResultsOf<BwdParams>() : ResultsOf<FwdParams>();
+namespace {
+
+template <typename Params>
+Names ArraysOf() {
+  Names names = OperandsOf<Params>();
+  const Names results = ResultsOf<Params>();
   names.insert(names.end(), results.begin(), results.end());
   return names;
+}
+
+}  // namespace
+
+Names OperandNames(std::string_view operation) {
+  if (operation == FwdParams::kOperation) return ArraysOf<FwdParams>();
+  if (operation == BwdParams::kOperation) return ArraysOf<BwdParams>();
+  return operation == DbiasParams::kOperation ? ArraysOf<DbiasParams>() : Names{};
 }
 
 Names AttributeNames() {

@@ -1,4 +1,4 @@
-// Reads FwdParams / BwdParams from XLA FFI call frames. schema.h lists the arrays and attributes
+// Reads FwdParams, BwdParams or DbiasParams from XLA FFI call frames. schema.h lists the arrays and attributes
 // in their order; an absent operand is an array [0] of its element type. On CUDA scratch
 // follows the results.
 #ifndef JAX_FA_ARGUMENTS_H_
@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "schema.h"
@@ -13,7 +14,7 @@
 
 namespace jax_fa {
 
-// The attributes of both operations: a Problem without extents. Fields are only ever added;
+// The attributes of all operations: a Problem without extents. Fields are only ever added;
 // programs exported earlier lack the new ones, which are then zero or empty.
 struct Attributes {
   Problem problem;
@@ -23,14 +24,14 @@ struct Attributes {
 enum class Platform { kCpu, kCuda };
 
 // Checks numbers of arrays, dtypes, ranks and extents against each other, and attributes; errors
-// are kInvalidArgument. Params is FwdParams or BwdParams.
+// are kInvalidArgument. Params is FwdParams, BwdParams or DbiasParams.
 template <typename Params>
 xla::ffi::ErrorOr<Params> Read(const xla::ffi::RemainingArgs& args,
                                const xla::ffi::RemainingRets& rets, const Attributes& attributes,
                                Platform platform);
 
 // Names in call order, for the test that compares them with schema.py.
-std::vector<std::string> OperandNames(bool backward);
+std::vector<std::string> OperandNames(std::string_view operation);
 std::vector<std::string> AttributeNames();
 
 }  // namespace jax_fa

@@ -158,6 +158,33 @@ std::vector<Tile> KeyTiles(const Problem& problem, const std::vector<Sequence>& 
   return tiles;
 }
 
+// The sequences that have batch `index` of a bias.
+Slot SequencesOf(const Problem& problem, const std::vector<Sequence>& sequences, int64_t index) {
+  const int64_t count = static_cast<int64_t>(sequences.size());
+  if (problem.bias_batch == 1) return {0, count};
+  for (int64_t i = 0; i < count; ++i) {
+    if (sequences[i].index == index) return {i, 1};
+  }
+  return {0, 0};
+}
+
+std::vector<BiasTile> BiasTiles(const Problem& p, const std::vector<Sequence>& sequences,
+                                int64_t tile_rows, int64_t tile_keys) {
+  std::vector<BiasTile> tiles;
+  for (int64_t batch = 0; batch < p.bias_batch; ++batch) {
+    const Slot found = SequencesOf(p, sequences, batch);
+    const Sequence* first = sequences.data() + found.first;
+    for (int64_t head = 0; head < p.bias_heads; ++head) {
+      for (int64_t row = 0; row < p.bias_rows; row += tile_rows) {
+        for (int64_t key = 0; key < p.bias_keys; key += tile_keys) {
+          tiles.push_back({first, found.used, batch, head, row, key});
+        }
+      }
+    }
+  }
+  return tiles;
+}
+
 class AlignedFloats {
  public:
   explicit AlignedFloats(int64_t count)
@@ -242,6 +269,18 @@ void AttentionBackwardCpu(const BwdParams& params, const ParallelFor& parallel_f
     } else {
       kernels.backward_kv(params, kv_tiles[i - num_q_tiles], delta.get(), scratch.get());
     }
+  });
+}
+
+void AttentionBiasGradientCpu(const DbiasParams& params, const ParallelFor& parallel_for) {
+  const CpuKernels& kernels = *ChosenKernels().load();
+  const Problem& problem = params.problem;
+  const std::vector<Sequence> sequences = Sequences(problem, params.extras);
+  const std::vector<BiasTile> tiles = BiasTiles(problem, sequences, kernels.bias_tile_rows(problem),
+                                                kernels.tile_rows(problem));
+  parallel_for(static_cast<int64_t>(tiles.size()), [&](int64_t i) {
+    const AlignedFloats scratch(kernels.bias_scratch_floats(problem));
+    kernels.bias_gradient(params, tiles[i], scratch.get());
   });
 }
 

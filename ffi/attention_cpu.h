@@ -22,6 +22,9 @@ void AttentionForwardCpu(const FwdParams& params, const ParallelFor& parallel_fo
 // Writes every element of dq, dk, dv and dsinks. Results do not depend on the number of threads.
 void AttentionBackwardCpu(const BwdParams& params, const ParallelFor& parallel_for);
 
+// Writes every element of dbias. Results do not depend on the number of threads.
+void AttentionBiasGradientCpu(const DbiasParams& params, const ParallelFor& parallel_for);
+
 // The instruction set in use: "avx512", "avx2", "neon" or "portable".
 const char* CpuIsa();
 

@@ -39,6 +39,7 @@
 #include <cstring>
 
 #include "attention_cpu_simd.h"
+#include "attention_cpu_tile.h"
 
 #ifndef JAX_FA_ISA
 #error "Define JAX_FA_ISA; the top of this file lists the values."
@@ -47,288 +48,7 @@
 namespace jax_fa {
 namespace {
 
-constexpr int64_t kBlock = 96;     // walked rows of a block
-constexpr int64_t kMaxPanels = 8;  // of a tile
-
-// ---- Sides, panels, blocks ----------------------------------------------------------------------
-
-enum class Lanes { kQueries, kKeys };
-
-// The rows of one kv head, or of its group of query heads, within arrays [tokens, heads, width].
-struct Side {
-  int64_t first_token;
-  int64_t first_head;
-  int64_t num_heads;        // of the array
-  int64_t group;            // heads of this side; 1 for keys
-  int64_t count;            // used tokens * group
-  const int32_t* segments;  // [tokens], or null
-
-  int64_t Token(int64_t row) const { return first_token + row / group; }
-  int64_t FlatRow(int64_t row) const { return Token(row) * num_heads + first_head + row % group; }
-};
-
-Side QuerySide(const Problem& problem, const Extras& extras, const Tile& tile) {
-  const Sequence& sequence = *tile.sequence;
-  const int64_t group = problem.num_q_heads / problem.num_kv_heads;
-  return {sequence.q_first,
-          tile.kv_head * group,
-          problem.num_q_heads,
-          group,
-          sequence.window.q_len * group,
-          extras.q_segments};
-}
-
-Side KeySide(const Problem& problem, const Extras& extras, const Tile& tile) {
-  const Sequence& sequence = *tile.sequence;
-  return {sequence.kv_first,      tile.kv_head,      problem.num_kv_heads, 1,
-          sequence.window.kv_len, extras.kv_segments};
-}
-
-// An array of one side: q, k, v, dout, ...
-struct Array {
-  void* data;
-  int64_t width;
-};
-
-Array Input(const void* data, int64_t width) { return {const_cast<void*>(data), width}; }
-
-// A dense mask, of one sequence and one group of query heads.
-struct Dense {
-  const int32_t* words;  // of head 0 of the group; null: none
-  int64_t head_stride;   // strides are 0 where the mask is broadcast
-  int64_t row_stride;
-  int64_t word_stride;
-  int64_t group;
-  int64_t block;  // query rows that a row of words is about
-
-  bool Shows(int64_t packed_row, int64_t key) const {
-    const int64_t row = packed_row / group / block;
-    const int64_t head = packed_row % group;
-    const int32_t word = words[head * head_stride + row * row_stride + key / 32 * word_stride];
-    return (static_cast<uint32_t>(word) >> (key % 32) & 1) != 0;
-  }
-};
-
-Dense MakeDense(const Problem& problem, const Extras& extras, const Tile& tile) {
-  const int64_t group = problem.num_q_heads / problem.num_kv_heads;
-  const int64_t head_words = problem.mask_rows * problem.mask_width;
-  const int64_t batch_stride = problem.mask_batch == 1 ? 0 : problem.mask_heads * head_words;
-  const int64_t head_stride = problem.mask_heads == 1 ? 0 : head_words;
-  const int64_t first = tile.sequence->index * batch_stride + tile.kv_head * group * head_stride;
-  return {extras.mask_words ? extras.mask_words + first : nullptr,
-          head_stride,
-          problem.mask_rows == 1 ? 0 : problem.mask_width,
-          problem.mask_width == 1 ? 0 : 1,
-          group,
-          problem.mask_rows == problem.q_len ? 1 : kMaskBlock};
-}
-
-// The walked rows that each lane of a panel sees.
-struct Band {
-  int64_t first;  // row of lane 0
-  int64_t count;  // lanes in use
-  int64_t lo[kPanel];
-  int64_t hi[kPanel];
-  int32_t segment[kPanel];  // garbage without segments
-  Range any;                // rows that some lane sees, but for segments
-  Range all;                // rows that every lane in use sees, but for segments
-  int32_t min_segment;
-  int32_t max_segment;
-};
-
-template <Lanes kLanesAre>
-void MakeBand(const Sequence& sequence, const Side& side, int64_t walked_group, int64_t first,
-              Band* band) {
-  *band = {};
-  band->first = first;
-  band->count = Min(kPanel, side.count - first);
-  band->any = {INT64_MAX, 0};
-  band->all = {0, INT64_MAX};
-  band->min_segment = INT32_MAX;
-  band->max_segment = INT32_MIN;
-  for (int64_t i = 0; i < band->count; ++i) {
-    const int64_t token = (first + i) / side.group;
-    const Range range =
-        kLanesAre == Lanes::kQueries ? VisibleKeys(sequence, token) : VisibleRows(sequence, token);
-    band->lo[i] = range.lo * walked_group;
-    band->hi[i] = range.hi * walked_group;
-    band->all = {Max(band->all.lo, band->lo[i]), Min(band->all.hi, band->hi[i])};
-    if (range.lo < range.hi) {
-      band->any = {Min(band->any.lo, band->lo[i]), Max(band->any.hi, band->hi[i])};
-    }
-    if (side.segments) {
-      band->segment[i] = side.segments[side.Token(first + i)];
-      if (band->segment[i] < band->min_segment) band->min_segment = band->segment[i];
-      if (band->segment[i] > band->max_segment) band->max_segment = band->segment[i];
-    }
-  }
-}
-
-// Some walked rows.
-struct Block {
-  int64_t first;
-  int64_t count;
-  const int32_t* segments;  // [kBlock], or null
-  int32_t min_segment;
-  int32_t max_segment;
-};
-
-Block MakeBlock(const Side& side, int64_t first, int64_t end, int32_t* segments) {
-  Block block = {first, Min(kBlock, end - first), nullptr, INT32_MAX, INT32_MIN};
-  if (!side.segments) return block;
-  block.segments = segments;
-  for (int64_t i = 0; i < block.count; ++i) {
-    segments[i] = side.segments[side.Token(first + i)];
-    if (segments[i] < block.min_segment) block.min_segment = segments[i];
-    if (segments[i] > block.max_segment) block.max_segment = segments[i];
-  }
-  return block;
-}
-
-// The part of a block that a panel has to do with, counted from the start of the block.
-struct Span {
-  int64_t begin;
-  int64_t count;    // 0: no lane sees any row
-  int64_t lanes;    // in use
-  bool needs_mask;  // some lane does not see some row
-
-  int64_t Vectors() const { return CeilDiv(lanes, kLanes); }
-};
-
-Span Overlap(const Band& band, const Block& block) {
-  const Range rows = {Max(block.first, band.any.lo), Min(block.first + block.count, band.any.hi)};
-  const bool is_empty =
-      rows.hi <= rows.lo || (block.segments && (block.max_segment < band.min_segment ||
-                                                block.min_segment > band.max_segment));
-  if (is_empty) return {0, 0, 0, false};
-  const bool one_segment = !block.segments || (block.min_segment == block.max_segment &&
-                                               band.min_segment == band.max_segment);
-  const bool in_band = band.all.lo <= rows.lo && rows.hi <= band.all.hi;
-  return {rows.lo - block.first, rows.hi - rows.lo, band.count, !(one_segment && in_band)};
-}
-
-// Which lanes see a row of a span.
-struct Mask {
-  Vi lo[kPanelVectors];
-  Vi hi[kPanelVectors];
-  Vi segment[kPanelVectors];
-  const int32_t* walked_segments;
-  const int32_t* shown;  // [rows of the span, kPanel] -1 or 0: what a dense mask says; or null
-
-  Vi Sees(int v, int64_t row) const {
-    const Vi index = Splat(static_cast<int32_t>(row));
-    Vi sees = (index >= lo[v]) & (index < hi[v]);
-    if (walked_segments) sees &= segment[v] == Splat(walked_segments[row]);
-    if (shown) sees &= Load(shown + row * kPanel + v * kLanes);
-    return sees;
-  }
-};
-
-// Reads what a dense mask says of a span into shown [rows of the span, kPanel], -1 or 0. Sets in
-// the span what follows from it.
-template <Lanes kLanesAre>
-void ReadDense(const Dense& dense, const Band& band, const Block& block, Span* span,
-               int32_t* shown) {
-  int64_t num_shown = 0;
-  memset(shown, 0, span->count * kPanel * sizeof(int32_t));
-  for (int64_t j = 0; j < span->count; ++j) {
-    const int64_t walked = block.first + span->begin + j;
-    for (int64_t i = 0; i < band.count; ++i) {
-      const int64_t lane = band.first + i;
-      const bool shows =
-          kLanesAre == Lanes::kQueries ? dense.Shows(lane, walked) : dense.Shows(walked, lane);
-      shown[j * kPanel + i] = shows ? -1 : 0;
-      num_shown += shows;
-    }
-  }
-  if (num_shown < span->count * band.count) span->needs_mask = true;
-  if (num_shown == 0) span->count = 0;
-}
-
-Mask MakeMask(const Band& band, const Block& block, const Span& span, const int32_t* shown) {
-  const int64_t first = block.first + span.begin;
-  int32_t lo[kPanel];
-  int32_t hi[kPanel];
-  for (int i = 0; i < kPanel; ++i) {
-    lo[i] = static_cast<int32_t>(Min(Max(band.lo[i] - first, 0), span.count));
-    hi[i] = static_cast<int32_t>(Min(Max(band.hi[i] - first, 0), span.count));
-  }
-  Mask mask;
-  for (int v = 0; v < kPanelVectors; ++v) {
-    mask.lo[v] = Load(lo + v * kLanes);
-    mask.hi[v] = Load(hi + v * kLanes);
-    mask.segment[v] = Load(band.segment + v * kLanes);
-  }
-  mask.walked_segments = block.segments ? block.segments + span.begin : nullptr;
-  mask.shown = shown;
-  return mask;
-}
-
-// ---- Moving rows between arrays and scratch -----------------------------------------------------
-
-// Hands out a tile's memory, in pieces of whole cache lines.
-struct Arena {
-  float* next;
-
-  float* Take(int64_t floats) {
-    float* taken = next;
-    next += CeilDiv(floats, 16) * 16;
-    return taken;
-  }
-};
-
-void LoadBlock(Array array, DType dtype, const Side& side, const Block& block, float* to) {
-  // Rows of one head lie far apart, which hardware prefetchers do not follow.
-  constexpr int64_t kRowsAhead = 16;
-  const int64_t row_bytes = array.width * BytesOf(dtype);
-  for (int64_t i = 0; i < block.count; ++i) {
-    const int64_t ahead = Min(block.first + i + kRowsAhead, side.count - 1);
-    const char* next = static_cast<const char*>(array.data) + side.FlatRow(ahead) * row_bytes;
-    for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(next + byte);
-    LoadRow(array.data, dtype, side.FlatRow(block.first + i), array.width, to + i * array.width);
-  }
-}
-
-// panel [width, kPanel] = scale * rows of the band; 0 in lanes not in use.
-void LoadPanel(Array array, DType dtype, const Side& side, const Band& band, float scale,
-               float* row, float* panel) {
-  memset(panel, 0, array.width * kPanel * sizeof(float));
-  for (int64_t i = 0; i < band.count; ++i) {
-    LoadRow(array.data, dtype, side.FlatRow(band.first + i), array.width, row);
-    for (int64_t d = 0; d < array.width; ++d) panel[d * kPanel + i] = row[d] * scale;
-  }
-}
-
-// Rows of the band = panel [width, kPanel] * scale [kPanel].
-void StorePanel(const float* panel, const float* scale, DType dtype, const Side& side,
-                const Band& band, float* row, Array array) {
-  for (int64_t i = 0; i < band.count; ++i) {
-    for (int64_t d = 0; d < array.width; ++d) row[d] = panel[d * kPanel + i] * scale[i];
-    StoreRow(row, dtype, side.FlatRow(band.first + i), array.width, array.data);
-  }
-}
-
-void Scale(float factor, int64_t count, float* x) {
-  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
-}
-
-void Fill(float x, float* lanes) {
-  for (int i = 0; i < kPanel; ++i) lanes[i] = x;
-}
-
-// ---- Logits and sums ----------------------------------------------------------------------------
-
-// q . k with q already multiplied by `scale` gives base-2 logits, or what the soft cap is taken of.
-struct Logits {
-  float scale;
-  float rest;      // scale * rest is the scale of the problem
-  float cap_log2;  // 0: none
-
-  explicit Logits(const Problem& problem)
-      : scale(problem.soft_cap > 0.0f ? problem.scale / problem.soft_cap : problem.scale * kLog2e),
-        rest(problem.soft_cap > 0.0f ? problem.soft_cap : kLn2),
-        cap_log2(problem.soft_cap * kLog2e) {}
-};
+// ---- Sums ---------------------------------------------------------------------------------------
 
 // C [width, lanes] = C * rescale + Y^T P for the rows of a span.
 //
@@ -382,7 +102,7 @@ void OnlineSoftmax(const Logits& logits, const Span& span, const Mask& mask, flo
     Vf max = old_max;
     for (int64_t j = 0; j < span.count; ++j) {
       Vf z = Load(column + j * kPanel);
-      if (logits.cap_log2 != 0.0f) z = logits.cap_log2 * Tanh(z);
+      if (logits.cap_log2 != 0.0f) z = logits.Capped(z, Tanh(z));
       if (kNeedsMask) z = mask.Sees(v, j) ? z : Splat(-kInf);
       max = Max(max, z);
       Store(column + j * kPanel, z);
@@ -438,15 +158,19 @@ int64_t ScratchFloats(const Problem& problem) {
 
 void Forward(const FwdParams& params, const Tile& tile, float* memory) {
   const Problem& problem = params.problem;
-  const Side queries = QuerySide(problem, params.extras, tile);
-  const Side keys = KeySide(problem, params.extras, tile);
+  const Sequence& sequence = *tile.sequence;
+  const int64_t group = problem.num_q_heads / problem.num_kv_heads;
+  const int64_t head = tile.kv_head * group;
+  const Side queries = QuerySide(problem, params.extras, sequence, head, group);
+  const Side keys = KeySide(problem, params.extras, sequence, tile.kv_head);
   const Array q = Input(params.q, problem.head_dim);
   const Array k = Input(params.k, problem.head_dim);
   const Array v = Input(params.v, problem.value_dim);
-  const Dense dense = MakeDense(problem, params.extras, tile);
+  const Dense dense = MakeDense(problem, params.extras, sequence.index, head, group);
+  const Bias bias = MakeBias(problem, params.extras, sequence.index, head, group);
   const Logits logits(problem);
   const float* sinks = params.extras.sinks;
-  if (sinks) sinks += tile.sequence->index * problem.num_q_heads + queries.first_head;
+  if (sinks) sinks += sequence.index * problem.num_q_heads + head;
 
   Arena arena = {memory};
   float* row = arena.Take(problem.head_dim + problem.value_dim);
@@ -463,7 +187,7 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
   const int64_t end = Min(tile.first + TileRows(problem), queries.count);
   for (int64_t first = tile.first; first < end; first += kPanel) {
     ForwardPanel& panel = panels[num_panels++];
-    MakeBand<Lanes::kQueries>(*tile.sequence, queries, keys.group, first, &panel.band);
+    MakeBand<Lanes::kQueries>(sequence, queries, keys.group, first, &panel.band);
     StartSoftmax(sinks, queries, panel.band, &panel.softmax);
     panel.q = arena.Take(q.width * kPanel);
     panel.out = arena.Take(v.width * kPanel);
@@ -490,6 +214,7 @@ void Forward(const FwdParams& params, const Tile& tile, float* memory) {
       const Mask mask = MakeMask(panel.band, block, span, dense.words ? shown : nullptr);
       const Matrix k_rows = {k_block + span.begin * k.width, k.width};
       Product<Left::kByRows>(span.count, k_rows, k.width, span.lanes, panel.q, nullptr, s);
+      if (bias.data) AddBias<Lanes::kQueries>(bias, logits.bias, panel.band, block, span, s);
       if (span.needs_mask) {
         OnlineSoftmax<true>(logits, span, mask, s, &panel.softmax, rescale);
       } else {
@@ -538,14 +263,14 @@ struct RowStats {
   float* delta;
 };
 
-void LoadStats(const BwdParams& params, const float* delta, const Side& side, int64_t first,
-               int64_t count, RowStats stats) {
+void LoadStats(const float* lse, const float* delta, const Side& side, int64_t first, int64_t count,
+               RowStats stats) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t row = side.FlatRow(first + i);
-    const double lse = params.lse[row] * kLog2eInDouble;
-    const float rounded = static_cast<float>(lse);
+    const double log2 = lse[row] * kLog2eInDouble;
+    const float rounded = static_cast<float>(log2);
     stats.lse[i] = rounded == -kInf ? kInf : rounded;
-    stats.lse_rest[i] = stats.lse[i] == kInf ? 0.0f : static_cast<float>(lse - rounded);
+    stats.lse_rest[i] = stats.lse[i] == kInf ? 0.0f : static_cast<float>(log2 - rounded);
     stats.delta[i] = delta[row];
   }
 }
@@ -566,10 +291,10 @@ void ScoreGradients(const Logits& logits, const Span& span, const Mask& mask, Ro
       Vf slope = Splat(1.0f);
       if (logits.cap_log2 != 0.0f) {
         const Vf t = Tanh(z);
-        z = logits.cap_log2 * t;
+        z = logits.Capped(z, t);
         slope = 1.0f - t * t;
       }
-      Vf p = Exp2((z - lse) - lse_rest);
+      Vf p = Exp2(logits.Exponent((z - lse) - lse_rest));
       Vf ds = p * (Load(dp + at) - delta) * slope;
       if (kNeedsMask) {
         const Vi sees = mask.Sees(v, j);
@@ -620,11 +345,15 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
   const Array k = Input(params.k, problem.head_dim);
   const Array v = Input(params.v, problem.value_dim);
   const Array dout = Input(params.dout, problem.value_dim);
-  const Side query_side = QuerySide(problem, params.extras, tile);
-  const Side key_side = KeySide(problem, params.extras, tile);
+  const Sequence& sequence = *tile.sequence;
+  const int64_t group = problem.num_q_heads / problem.num_kv_heads;
+  const int64_t head = tile.kv_head * group;
+  const Side query_side = QuerySide(problem, params.extras, sequence, head, group);
+  const Side key_side = KeySide(problem, params.extras, sequence, tile.kv_head);
   const Side& side = kKeyLanes ? key_side : query_side;
   const Side& walked = kKeyLanes ? query_side : key_side;
-  const Dense dense = MakeDense(problem, params.extras, tile);
+  const Dense dense = MakeDense(problem, params.extras, sequence.index, head, group);
+  const Bias bias = MakeBias(problem, params.extras, sequence.index, head, group);
   const Logits logits(problem);
 
   Arena arena = {memory};
@@ -647,7 +376,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
   const int64_t end = Min(tile.first + TileRows(problem), side.count);
   for (int64_t first = tile.first; first < end; first += kPanel) {
     BackwardPanel& panel = panels[num_panels++];
-    MakeBand<kLanesAre>(*tile.sequence, side, walked.group, first, &panel.band);
+    MakeBand<kLanesAre>(sequence, side, walked.group, first, &panel.band);
     panel.x = arena.Take(q.width * kPanel);
     panel.y = arena.Take(v.width * kPanel);
     panel.dx = arena.Take(q.width * kPanel);
@@ -661,7 +390,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
       Fill(0.0f, panel.lse);
       Fill(0.0f, panel.lse_rest);
       Fill(0.0f, panel.delta);
-      LoadStats(params, delta, side, first, panel.band.count,
+      LoadStats(params.lse, delta, side, first, panel.band.count,
                 {panel.lse, panel.lse_rest, panel.delta});
     }
     visible = {Min(visible.lo, panel.band.any.lo), Max(visible.hi, panel.band.any.hi)};
@@ -681,7 +410,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
         LoadBlock(kKeyLanes ? dout : v, dtype, walked, block, y_block);
         if (kKeyLanes) {
           Scale(logits.scale, block.count * q.width, x_block);
-          LoadStats(params, delta, walked, first, block.count,
+          LoadStats(params.lse, delta, walked, first, block.count,
                     {block_lse, block_lse_rest, block_delta});
         }
         all_finite =
@@ -696,6 +425,7 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
       const Matrix x_rows = {x_block + span.begin * q.width, q.width};
       const Matrix y_rows = {y_block + span.begin * v.width, v.width};
       Product<Left::kByRows>(span.count, x_rows, q.width, span.lanes, panel.x, nullptr, s);
+      if (bias.data) AddBias<kLanesAre>(bias, logits.bias, panel.band, block, span, s);
       Product<Left::kByRows>(span.count, y_rows, v.width, span.lanes, panel.y, nullptr, dp);
       if (span.needs_mask) {
         ScoreGradients<kLanesAre, true>(logits, span, mask, stats, s, dp);
@@ -710,6 +440,168 @@ void Backward(const BwdParams& params, const Tile& tile, const float* delta, flo
   for (int64_t i = 0; i < num_panels; ++i) StoreGradients<kLanesAre>(params, side, panels[i], row);
 }
 
+// ---- Gradient of a bias -------------------------------------------------------------------------
+
+// Some keys of one sequence and key/value head.
+struct BiasPanel {
+  Band band;  // rows that see them
+  float* k;   // (D, lane)
+  float* v;   // (Dv, lane)
+};
+
+// Sums of score gradients: those of a tile's rows and keys, or one for all of either.
+struct BiasSums {
+  float* data;  // [rows, stride]
+  int64_t stride;
+  int64_t first_row;
+  int64_t first_key;
+  bool one_row;
+  bool one_key;
+
+  // Adds ds [walked, kPanel] of a span, which it may use.
+  void Add(const Band& band, const Block& block, Span span, float* ds) const {
+    int64_t row = block.first + span.begin - first_row;
+    if (one_row) {
+      for (int64_t j = 1; j < span.count; ++j) {
+        for (int64_t i = 0; i < span.lanes; ++i) ds[i] += ds[j * kPanel + i];
+      }
+      row = 0;
+      span.count = 1;
+    }
+    for (int64_t j = 0; j < span.count; ++j) {
+      const float* from = ds + j * kPanel;
+      float* to = data + (row + j) * stride + (one_key ? 0 : band.first - first_key);
+      if (!one_key) {
+        for (int64_t i = 0; i < band.count; ++i) to[i] += from[i];
+        continue;
+      }
+      float sum = 0.0f;
+      for (int64_t i = 0; i < band.count; ++i) sum += from[i];
+      to[0] += sum;
+    }
+  }
+};
+
+int64_t BiasTileRows(const Problem&) { return kBlock; }
+
+int64_t BiasScratchFloats(const Problem& problem) {
+  const int64_t width = problem.head_dim + problem.value_dim;
+  const int64_t lanes = TileRows(problem);
+  const int64_t block = kBlock * (width + 2 * kPanel);
+  const int64_t padding = 16 * (2 * kMaxPanels + 8);
+  return lanes * width + kBlock * lanes + block + width + padding;
+}
+
+// Adds what one sequence and query head has of a tile, for keys from `first_key` on, as many as a
+// tile has.
+void AddScoreGradients(const DbiasParams& params, const Sequence& sequence, int64_t head,
+                       int64_t first_key, const BiasSums& sums, Arena arena) {
+  const Problem& problem = params.problem;
+  const DType dtype = problem.dtype;
+  const Array q = Input(params.q, problem.head_dim);
+  const Array k = Input(params.k, problem.head_dim);
+  const Array v = Input(params.v, problem.value_dim);
+  const Array dout = Input(params.dout, problem.value_dim);
+  const int64_t kv_head = head / (problem.num_q_heads / problem.num_kv_heads);
+  const Side queries = QuerySide(problem, params.extras, sequence, head, 1);
+  const Side keys = KeySide(problem, params.extras, sequence, kv_head);
+  const Dense dense = MakeDense(problem, params.extras, sequence.index, head, 1);
+  const Bias bias = MakeBias(problem, params.extras, sequence.index, head, 1);
+  const Logits logits(problem);
+
+  float* row = arena.Take(problem.head_dim + problem.value_dim);
+  float* q_block = arena.Take(kBlock * q.width);     // (row, D)
+  float* dout_block = arena.Take(kBlock * v.width);  // (row, Dv)
+  float* s = arena.Take(kBlock * kPanel);            // (row, lane)
+  float* dp = arena.Take(kBlock * kPanel);           // (row, lane)
+  float lse[kBlock];
+  float lse_rest[kBlock];
+  float delta[kBlock];
+  int32_t segments[kBlock];
+  int32_t shown[kBlock * kPanel];
+
+  BiasPanel panels[kMaxPanels];
+  int64_t num_panels = 0;
+  const int64_t end_row = sums.one_row ? queries.count : sums.first_row + kBlock;
+  Range visible = {INT64_MAX, 0};
+  const int64_t end_key = Min(first_key + TileRows(problem), keys.count);
+  for (int64_t first = first_key; first < end_key; first += kPanel) {
+    BiasPanel& panel = panels[num_panels++];
+    MakeBand<Lanes::kKeys>(sequence, keys, 1, first, &panel.band);
+    panel.k = arena.Take(k.width * kPanel);
+    panel.v = arena.Take(v.width * kPanel);
+    LoadPanel(k, dtype, keys, panel.band, 1.0f, row, panel.k);
+    LoadPanel(v, dtype, keys, panel.band, 1.0f, row, panel.v);
+    visible = {Min(visible.lo, panel.band.any.lo), Max(visible.hi, panel.band.any.hi)};
+  }
+  visible = {Max(visible.lo, sums.first_row), Min(visible.hi, end_row)};
+
+  for (int64_t first = visible.lo; first < visible.hi; first += kBlock) {
+    const Block block = MakeBlock(queries, first, visible.hi, segments);
+    bool is_loaded = false;
+    for (int64_t i = 0; i < num_panels; ++i) {
+      const BiasPanel& panel = panels[i];
+      Span span = Overlap(panel.band, block);
+      if (dense.words) ReadDense<Lanes::kKeys>(dense, panel.band, block, &span, shown);
+      if (span.count == 0) continue;
+      if (!is_loaded) {
+        LoadBlock(q, dtype, queries, block, q_block);
+        LoadBlock(dout, dtype, queries, block, dout_block);
+        Scale(logits.scale, block.count * q.width, q_block);
+        LoadStats(params.lse, params.delta, queries, first, block.count, {lse, lse_rest, delta});
+        is_loaded = true;
+      }
+      const Mask mask = MakeMask(panel.band, block, span, dense.words ? shown : nullptr);
+      const RowStats stats = {lse + span.begin, lse_rest + span.begin, delta + span.begin};
+      const Matrix q_rows = {q_block + span.begin * q.width, q.width};
+      const Matrix dout_rows = {dout_block + span.begin * v.width, v.width};
+      Product<Left::kByRows>(span.count, q_rows, q.width, span.lanes, panel.k, nullptr, s);
+      Product<Left::kByRows>(span.count, dout_rows, v.width, span.lanes, panel.v, nullptr, dp);
+      AddBias<Lanes::kKeys>(bias, logits.bias, panel.band, block, span, s);
+      if (span.needs_mask) {
+        ScoreGradients<Lanes::kKeys, true>(logits, span, mask, stats, s, dp);
+      } else {
+        ScoreGradients<Lanes::kKeys, false>(logits, span, mask, stats, s, dp);
+      }
+      sums.Add(panel.band, block, span, dp);
+    }
+  }
+}
+
+void BiasGradient(const DbiasParams& params, const BiasTile& tile, float* memory) {
+  const Problem& problem = params.problem;
+  const int64_t tile_keys = TileRows(problem);
+  Arena arena = {memory};
+  const BiasSums sums = {arena.Take(kBlock * tile_keys),
+                         tile_keys,
+                         tile.first_row,
+                         tile.first_key,
+                         problem.bias_rows == 1,
+                         problem.bias_keys == 1};
+  memset(sums.data, 0, kBlock * tile_keys * sizeof(float));
+  const int64_t first_head = problem.bias_heads == 1 ? 0 : tile.head;
+  const int64_t end_head = problem.bias_heads == 1 ? problem.num_q_heads : tile.head + 1;
+  for (int64_t m = 0; m < tile.num_sequences; ++m) {
+    const Sequence& sequence = tile.sequences[m];
+    for (int64_t head = first_head; head < end_head; ++head) {
+      const int64_t end_key = sums.one_key ? sequence.window.kv_len : tile.first_key + 1;
+      for (int64_t key = tile.first_key; key < end_key; key += tile_keys) {
+        AddScoreGradients(params, sequence, head, key, sums, arena);
+      }
+    }
+  }
+  const int64_t num_rows = Min(kBlock, problem.bias_rows - tile.first_row);
+  const int64_t num_keys = Min(tile_keys, problem.bias_keys - tile.first_key);
+  const int64_t slice = tile.batch * problem.bias_heads + tile.head;
+  const DType dtype = BiasType(problem);
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int64_t row = slice * problem.bias_rows + tile.first_row + i;
+    const int64_t at = row * problem.bias_keys + tile.first_key;
+    StoreRow(sums.data + i * tile_keys, dtype, 0, num_keys,
+             static_cast<char*>(params.dbias) + at * BytesOf(dtype));
+  }
+}
+
 }  // namespace
 
 namespace JAX_FA_ISA {
@@ -718,8 +610,16 @@ namespace JAX_FA_ISA {
 #define JAX_FA_STRING(x) JAX_FA_STRING_(x)
 
 const CpuKernels kKernels = {
-    JAX_FA_STRING(JAX_FA_ISA), TileRows, ScratchFloats, Forward, Delta, Backward<Lanes::kQueries>,
+    JAX_FA_STRING(JAX_FA_ISA),
+    TileRows,
+    ScratchFloats,
+    Forward,
+    Delta,
+    Backward<Lanes::kQueries>,
     Backward<Lanes::kKeys>,
+    BiasTileRows,
+    BiasScratchFloats,
+    BiasGradient,
 };
 
 }  // namespace JAX_FA_ISA

@@ -33,6 +33,17 @@ struct Tile {
   int64_t first;  // packed query row (row * group + head in group), or key
 };
 
+// One unit of a bias's gradient: some rows and keys of one batch and head of it. It sums over all
+// sequences, heads, rows or keys that the bias is the same for.
+struct BiasTile {
+  const Sequence* sequences;  // that have this batch of the bias
+  int64_t num_sequences;
+  int64_t batch;
+  int64_t head;
+  int64_t first_row;
+  int64_t first_key;
+};
+
 struct CpuKernels {
   const char* name;
   int64_t (*tile_rows)(const Problem&);       // packed query rows, or keys, of one tile
@@ -45,6 +56,10 @@ struct CpuKernels {
 
   void (*backward_q)(const BwdParams&, const Tile&, const float* delta, float* scratch);
   void (*backward_kv)(const BwdParams&, const Tile&, const float* delta, float* scratch);
+
+  int64_t (*bias_tile_rows)(const Problem&);  // of a BiasTile, which has tile_rows keys
+  int64_t (*bias_scratch_floats)(const Problem&);
+  void (*bias_gradient)(const DbiasParams&, const BiasTile&, float* scratch);
 };
 
 namespace portable {

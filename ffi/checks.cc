@@ -58,6 +58,34 @@ Complaint CheckMaskExtents(const Problem& p) {
   return std::nullopt;
 }
 
+// A bias has all of its extents or none, each that of the problem or 1, and the problem's element
+// type or float32.
+Complaint CheckBiasExtents(const Problem& p) {
+  const struct {
+    const char* name;
+    int64_t value;
+    int64_t full;
+  } extents[] = {
+      {"batch", p.bias_batch, p.batch},
+      {"heads", p.bias_heads, p.num_q_heads},
+      {"rows", p.bias_rows, p.q_len},
+      {"keys", p.bias_keys, p.kv_len},
+  };
+  const bool is_absent = p.bias_bytes == 0;
+  if (p.bias_bytes != 0 && p.bias_bytes != 4 && (p.bias_bytes != 2 || p.dtype == DType::kF32)) {
+    return "an element of the bias should have 4 bytes, or the 2 of q, but has " +
+           std::to_string(p.bias_bytes);
+  }
+  for (const auto& extent : extents) {
+    if (is_absent ? extent.value != 0 : extent.value != 1 && extent.value != extent.full) {
+      const std::string expected = is_absent ? "0" : "1 or " + std::to_string(extent.full);
+      return "bias should have " + expected + " " + extent.name + ", but has " +
+             std::to_string(extent.value);
+    }
+  }
+  return std::nullopt;
+}
+
 Complaint CheckExtents(const Problem& p) {
   const struct {
     const char* name;
@@ -84,10 +112,12 @@ Complaint CheckExtents(const Problem& p) {
            ") should be a multiple of key/value heads (" + std::to_string(p.num_kv_heads) + ")";
   }
   if (Complaint complaint = CheckMaskExtents(p)) return complaint;
+  if (Complaint complaint = CheckBiasExtents(p)) return complaint;
   const int64_t width = std::max(p.head_dim, p.value_dim);
   if (!IsCountable({p.batch, p.q_len, p.num_q_heads, width}) ||
       !IsCountable({p.batch, p.kv_len, p.num_kv_heads, width}) ||
-      !IsCountable({p.num_sequences, std::max(p.num_q_heads, p.num_kv_heads)})) {
+      !IsCountable({p.num_sequences, std::max(p.num_q_heads, p.num_kv_heads)}) ||
+      !IsCountable({p.bias_batch, p.bias_heads, p.bias_rows, p.bias_keys})) {
     return "the extents of each array should multiply to 2^50 at most, those of 0 counting as 1";
   }
   return std::nullopt;
@@ -128,7 +158,7 @@ struct Addresses {
   }
 };
 
-// What CheckArrays of both operations have in common.
+// What CheckArrays of all operations have in common.
 template <typename Params>
 Complaint CheckInputs(const Params& params) {
   const Problem& p = params.problem;
@@ -156,6 +186,14 @@ Complaint CheckInputs(const Params& params) {
   }
   if (is_packed && extras.mask_words != nullptr) {
     return "a mask (mask_words) does not go with packed sequences (cu_seqlens_q)";
+  }
+  const bool has_bias = p.bias_batch * p.bias_heads * p.bias_rows * p.bias_keys > 0;
+  if (has_bias != (extras.bias != nullptr)) {
+    return has_bias ? "bias should have an address, but has none"
+                    : "bias should have no address, since it has no elements";
+  }
+  if (is_packed && p.bias_bytes != 0) {
+    return "a bias does not go with packed sequences (cu_seqlens_q)";
   }
   Addresses addresses{ExtentsOf(p), std::nullopt};
   Params::Operands(params, addresses);
@@ -224,7 +262,17 @@ Complaint CheckArrays(const BwdParams& params) {
   return std::nullopt;
 }
 
+Complaint CheckArrays(const DbiasParams& params) {
+  if (params.problem.bias_bytes == 0) return "the gradient of a bias should be asked for with one";
+  if (Complaint complaint = CheckInputs(params)) return complaint;
+  if ((params.dbias == nullptr) != (params.extras.bias == nullptr)) {
+    return "dbias should have an address if and only if bias has";
+  }
+  return std::nullopt;
+}
+
 Complaint CheckScratch(const FwdParams& params) { return CheckScratchOf(params); }
 Complaint CheckScratch(const BwdParams& params) { return CheckScratchOf(params); }
+Complaint CheckScratch(const DbiasParams& params) { return CheckScratchOf(params); }
 
 }  // namespace jax_fa

@@ -23,10 +23,12 @@ Complaint CheckGpuProblem(const Problem& problem);
 // Arrays with elements must have addresses, and those that belong together must all be present.
 Complaint CheckArrays(const FwdParams& params);
 Complaint CheckArrays(const BwdParams& params);
+Complaint CheckArrays(const DbiasParams& params);
 
 // Scratch with elements must have addresses, and the number of key parts must be a valid one.
 Complaint CheckScratch(const FwdParams& params);
 Complaint CheckScratch(const BwdParams& params);
+Complaint CheckScratch(const DbiasParams& params);
 
 }  // namespace jax_fa
 

@@ -1,4 +1,4 @@
-// The two operations on platform "cpu": decode, then run the blocked kernels on XLA's own threads.
+// The operations on platform "cpu": decode, then run the blocked kernels on XLA's own threads.
 #include "handlers_cpu.h"
 
 #include <algorithm>
@@ -38,34 +38,33 @@ ffi::Error Guarded(Operation operation) {
   }
 }
 
-ffi::Error ForwardCpu(ffi::ThreadPool pool, Attributes attributes, ffi::RemainingArgs args,
-                      ffi::RemainingRets rets) {
+template <typename Params, void (*compute)(const Params&, const ParallelFor&)>
+ffi::Error Execute(ffi::ThreadPool pool, Attributes attributes, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
   return Guarded([&] {
-    const auto params = Read<FwdParams>(args, rets, attributes, Platform::kCpu);
+    const auto params = Read<Params>(args, rets, attributes, Platform::kCpu);
     if (params.has_error()) return params.error();
-    AttentionForwardCpu(*params, On(pool));
+    compute(*params, On(pool));
     return ffi::Error::Success();
   });
 }
 
-ffi::Error BackwardCpu(ffi::ThreadPool pool, Attributes attributes, ffi::RemainingArgs args,
-                       ffi::RemainingRets rets) {
-  return Guarded([&] {
-    const auto params = Read<BwdParams>(args, rets, attributes, Platform::kCpu);
-    if (params.has_error()) return params.error();
-    AttentionBackwardCpu(*params, On(pool));
-    return ffi::Error::Success();
-  });
+auto Binding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Attrs<Attributes>()
+      .RemainingArgs()
+      .RemainingRets();
 }
+
+constexpr auto kForward = Execute<FwdParams, AttentionForwardCpu>;
+constexpr auto kBackward = Execute<BwdParams, AttentionBackwardCpu>;
+constexpr auto kBiasGradient = Execute<DbiasParams, AttentionBiasGradientCpu>;
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    kForwardCpu, ForwardCpu,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Attributes>().RemainingArgs().RemainingRets());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    kBackwardCpu, BackwardCpu,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Attributes>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardCpu, kForward, Binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardCpu, kBackward, Binding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kBiasGradientCpu, kBiasGradient, Binding());
 
 }  // namespace jax_fa

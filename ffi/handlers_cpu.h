@@ -8,6 +8,7 @@ namespace jax_fa {
 
 extern "C" XLA_FFI_Error* kForwardCpu(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* kBackwardCpu(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* kBiasGradientCpu(XLA_FFI_CallFrame* call_frame);
 
 }  // namespace jax_fa
 

@@ -1,4 +1,4 @@
-// The two operations on platform "CUDA": decode, look the variant up, launch it.
+// The operations on platform "CUDA": decode, look the variant up, launch it.
 //
 // XLA runs the initialize stage of a call before each of its executions, outside graph capture; the
 // first one on a device loads the variant there, which the attributes alone tell. Execute reads the
@@ -129,6 +129,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardCuda, Execute<FwdParams>, Binding<kExecute
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kInitializeBackwardCuda, Initialize<BwdParams>,
                               Binding<kInitialize>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardCuda, Execute<BwdParams>, Binding<kExecute>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kInitializeBiasGradientCuda, Initialize<DbiasParams>,
+                              Binding<kInitialize>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kBiasGradientCuda, Execute<DbiasParams>, Binding<kExecute>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_fa

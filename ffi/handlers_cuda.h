@@ -11,6 +11,8 @@ extern "C" XLA_FFI_Error* kInitializeForwardCuda(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* kForwardCuda(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* kInitializeBackwardCuda(XLA_FFI_CallFrame* call_frame);
 extern "C" XLA_FFI_Error* kBackwardCuda(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* kInitializeBiasGradientCuda(XLA_FFI_CallFrame* call_frame);
+extern "C" XLA_FFI_Error* kBiasGradientCuda(XLA_FFI_CallFrame* call_frame);
 
 }  // namespace jax_fa
 

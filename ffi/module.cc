@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever operands or attributes change; bindings.py refuses another number.
-constexpr int kVersion = 2;
+constexpr int kVersion = 3;
 
 nb::capsule Handler(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -42,9 +42,12 @@ nb::dict Registrations() {
   nb::dict cpu;
   cpu["jax_fa_fwd_v1"] = Handler(jax_fa::kForwardCpu);
   cpu["jax_fa_bwd_v1"] = Handler(jax_fa::kBackwardCpu);
+  cpu["jax_fa_dbias_v1"] = Handler(jax_fa::kBiasGradientCpu);
   nb::dict cuda;
   cuda["jax_fa_fwd_v1"] = Stages(jax_fa::kInitializeForwardCuda, jax_fa::kForwardCuda);
   cuda["jax_fa_bwd_v1"] = Stages(jax_fa::kInitializeBackwardCuda, jax_fa::kBackwardCuda);
+  cuda["jax_fa_dbias_v1"] =
+      Stages(jax_fa::kInitializeBiasGradientCuda, jax_fa::kBiasGradientCuda);
   nb::dict platforms;
   platforms["cpu"] = cpu;
   platforms["CUDA"] = cuda;
@@ -101,7 +104,7 @@ nb::list ScratchShapes(const std::vector<int64_t>& extents, bool deterministic, 
 NB_MODULE(_jax_fa, m) {
   m.def("version", [] { return kVersion; });
   m.def("registrations", &Registrations);
-  m.def("operand_names", &jax_fa::OperandNames, nb::arg("backward"));
+  m.def("operand_names", &jax_fa::OperandNames, nb::arg("operation"));
   m.def("attribute_names", &jax_fa::AttributeNames);
   m.def("variants", &jax_fa::VariantNames);
   m.def("record", &jax_fa::Record, nb::arg("operation"), nb::arg("capability"), nb::arg("call"),

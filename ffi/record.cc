@@ -154,7 +154,9 @@ nb::dict Record(const std::string& operation, int32_t capability, const nb::dict
   Fields fields(call);
   if (operation == "fwd") return RecordCall(ReadParams<FwdParams>(fields), device);
   if (operation == "bwd") return RecordCall(ReadParams<BwdParams>(fields), device);
-  throw std::invalid_argument("record: operation is '" + operation + "', not 'fwd' or 'bwd'");
+  if (operation == "dbias") return RecordCall(ReadParams<DbiasParams>(fields), device);
+  throw std::invalid_argument("record: operation is '" + operation +
+                              "', not 'fwd', 'bwd' or 'dbias'");
 }
 
 nb::list VariantNames() {

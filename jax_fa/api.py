@@ -67,8 +67,10 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         key: [B, S, K, D] or [S, K, D], dtype of query.
         value: [B, S, K, Dv] or [S, K, Dv], dtype of query. Dv may differ from D. GPU kernels take
             both up to 256, and copies padded with zeros where none has that size (``explain``).
-        bias: added to the scaled logits; 4-D (or fewer), broadcastable to [B, N, T, S]. Runs
-            unfused; its gradient is supported.
+        bias: added to the scaled logits; 4-D (or fewer), broadcastable to [B, N, T, S]. Kernels
+            read the type of query and float32 (others as float32), and give its gradient in its
+            own shape. A pair with -inf is hidden, as by a mask. Rows whose logits are all of more
+            than 1e4 in magnitude have inexact gradients: the LSE has 24 bits.
         mask: bool, True where a query sees a key; shapes as for bias. Kernels read it as packed
             bits and skip the blocks that it hides; is_causal, local_window_size, lengths
             and segment ids say the same in less memory.
@@ -165,10 +167,9 @@ def attention_on_kernels(
 
     Arguments and errors are those of ``attention``; the function returned raises none of them.
     """
-    if bias is not None:
-        return None
     return_residual = checks.flag("return_residual", return_residual)
-    call = without_cudnn(arguments.dense((query, key, value), {"mask": mask, **options}))
+    given: Options = {"bias": bias, "mask": mask, **options}
+    call = without_cudnn(arguments.dense((query, key, value), given))
     problem = _problem(call)
     if _choice(call, problem, jax.default_backend()).implementation == "xla":
         return None
@@ -255,7 +256,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """The forward operation alone: (out, lse), without a gradient rule.
 
-    Takes the arguments of ``attention_with_lse`` except bias. For code that combines
+    Takes the arguments of ``attention_with_lse``. For code that combines
     partial results itself (ring attention, split keys); see ``backward``.
     """
     call = _for_operations("forward", arguments.dense((query, key, value), options))
@@ -289,7 +290,8 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
         **options: as for ``forward``.
 
     Returns:
-        (dquery, dkey, dvalue), and dsinks float32 [N] where ``sinks`` was given.
+        (dquery, dkey, dvalue), then dsinks float32 [N] where ``sinks`` was given, then dbias of the
+        shape and type of ``bias`` where that was.
     """
     call = _for_operations("backward", arguments.dense((query, key, value), options))
     operands = call.masked
@@ -304,8 +306,16 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
         arguments.result("dlse", dlse, out_shape[:3], jnp.float32),
     )
     grads = primitives.backward(operands, call.semantics, saved, cotangents, call.implementation)
-    dqkv = tuple(call.as_given(g) for g in grads[:3])
-    return dqkv if grads.sinks is None else (*dqkv, jnp.sum(grads.sinks, axis=0))
+    found = [call.as_given(g) for g in grads[:3]]
+    if grads.sinks is not None:
+        found.append(jnp.sum(grads.sinks, axis=0))
+    if operands.bias is not None:
+        dbias = primitives.bias_gradient(
+            operands, call.semantics, saved, cotangents, call.implementation
+        )
+        bias = jnp.asarray(options["bias"])
+        found.append(dbias.astype(bias.dtype).reshape(bias.shape))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

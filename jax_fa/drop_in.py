@@ -47,8 +47,8 @@ def replace_jax_nn() -> AbstractContextManager[None]:
 
     Jitted functions are traced again, in the thread that called this. Code that ran ``from jax.nn
     import dot_product_attention`` before keeps the original. Two things differ from jax.nn: a query
-    whose keys are all hidden, by lengths or a mask, gives 0, where jax.nn averages all values; and
-    kernels have one derivative, in reverse mode.
+    whose keys are all hidden, by lengths or a mask, gives 0, where jax.nn averages all values (or,
+    by a bias of -inf, gives NaN); and kernels have one derivative, in reverse mode.
 
     Returns:
         A context manager that restores the previous ``jax.nn.dot_product_attention`` on exit.

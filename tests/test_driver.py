@@ -248,7 +248,7 @@ def test_a_misspelt_field_is_refused():
 
 
 def test_unknown_operations_and_dtypes_are_refused():
-    with pytest.raises(ValueError, match="operation is 'both', not 'fwd' or 'bwd'"):
+    with pytest.raises(ValueError, match="operation is 'both', not 'fwd', 'bwd' or 'dbias'"):
         _jax_fa.record("both", 90, {})
     with pytest.raises(ValueError, match="dtype is 'int8'"):
         _jax_fa.record("fwd", 90, {"dtype": "int8"})

@@ -34,6 +34,7 @@ def arrays(kv_heads, extras):
         "key_value_segment_ids": jnp.asarray(rng.integers(0, 2, (B, S)), jnp.int32),
         "query_offset": jnp.asarray(rng.integers(0, 4, B), jnp.int32),
         "sinks": normal(N),
+        "bias": normal(B, N, T, S),
     }
     qkv = {
         "query": normal(B, T, N, D),
@@ -50,9 +51,10 @@ EXTRAS = {
     "lengths": LENGTHS,
     "segments": SEGMENTS,
     "sinks": ("sinks",),
-    "everything": (*LENGTHS, *SEGMENTS, "query_offset", "sinks"),
+    "bias": ("bias",),
+    "everything": (*LENGTHS, *SEGMENTS, "query_offset", "sinks", "bias"),
 }
-DIFFERENTIABLE = ("query", "key", "value", "sinks")
+DIFFERENTIABLE = ("query", "key", "value", "sinks", "bias")
 
 
 def attend(inputs):
@@ -82,6 +84,7 @@ SPEC = {
     "key_value_segment_ids": P("data", None),
     "query_offset": P("data"),
     "sinks": P("model"),
+    "bias": P("data", "model", None, None),
 }
 
 
@@ -119,6 +122,28 @@ def test_jit_splits_batch_and_heads_without_gathering(shape, extras):
     for x in (got[0][0], got[1]["key"]):
         shard = (B // shape[0], x.shape[1], x.shape[2] // shape[1], D)
         assert x.sharding.shard_shape(x.shape) == shard
+
+
+BROADCAST = [(1, N, T, S), (B, 1, 1, S), (1, 1, T, S), (1, N, T, 1), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("shape", BROADCAST, ids=str)
+def test_the_gradient_of_a_shared_bias_is_summed_over_devices(shape, kind, kv_heads):
+    if kind == AxisType.Explicit and kv_heads == 1:
+        pytest.skip("key heads that an axis does not divide have no explicit sharding")
+    inputs = arrays(kv_heads, ("sinks",)) | {"bias": normal(*shape)}
+    mesh = mesh_of((4, 2), kind)
+    kv = P("data") if kv_heads == 1 else SPEC["key"]
+    names = [name if n > 1 else None for name, n in zip(("data", "model"), shape, strict=False)]
+    spec = {**SPEC, "key": kv, "value": kv, "bias": P(*names)}
+    with jax.set_mesh(mesh):
+        placed = place(inputs, mesh, spec)
+        compiled = jax.jit(step).lower(placed).compile()
+        assert "all-gather" not in hlo(compiled)
+        got = compiled(placed)
+    assert_same(got, jax.jit(step)(inputs))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

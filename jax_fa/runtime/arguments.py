@@ -80,7 +80,7 @@ class Call(NamedTuple):
         operands: arrays in internal form.
         semantics: ``scale`` in it may be a traced scalar, which only the unfused path takes.
         implementation: what the caller forced, or None.
-        bias: [B|1, N|1, T|1, S|1] or None; only the unfused path takes it.
+        bias: [B|1, N|1, T|1, S|1] or None.
         mask: bool, of the same shapes, or None.
         words: of what a mask function and a block mask say, int32 [B|1, N|1, rows, W|1]
             (``masks.py``), or None.
@@ -97,13 +97,15 @@ class Call(NamedTuple):
 
     @property
     def masked(self) -> Operands:
-        """The operands with all masks among them, as kernels read them."""
+        """The operands with all masks and the bias among them, as kernels read them."""
         if not all(self.operands.q.shape[:3]) or not self.operands.k.shape[1]:
             return self.operands
-        words = self.words
+        words, bias = self.words, self.bias
         if self.mask is not None:
             words = _both_words(words, masks.packed(self.mask), self.operands)
-        return masks.with_words(self.operands, words)
+        if bias is not None and bias.dtype != self.operands.q.dtype:
+            bias = bias.astype(jnp.float32)
+        return masks.with_words(self.operands, words)._replace(bias=bias)
 
     @property
     def own_lengths(self) -> tuple[int, int]:
@@ -213,8 +215,11 @@ def needs_reference(call: Call, *, shares_tokens: bool = False) -> str | None:
 
     ``shares_tokens`` says that devices share its sequences.
     """
-    if call.bias is not None:
-        return "a dense bias is a T x S array already, and runs unfused"
+    if call.bias is not None and shares_tokens:
+        return "a dense bias whose sequences devices share runs unfused"
+    extents = (*call.operands.q.shape, *call.operands.k.shape)
+    if call.bias is not None and not all(isinstance(n, int) for n in extents):
+        return "a dense bias of open extents runs unfused"
     if call.mask is not None and shares_tokens:
         return "a dense mask whose sequences devices share runs unfused"
     if call.mask is not None and not all(isinstance(n, int) for n in call.operands.q.shape):

@@ -27,10 +27,16 @@ from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
 
 FORWARD_TARGET = "jax_fa_fwd_v1"
 BACKWARD_TARGET = "jax_fa_bwd_v1"
+BIAS_GRADIENT_TARGET = "jax_fa_dbias_v1"
+_TARGETS: dict[Operation, str] = {
+    "fwd": FORWARD_TARGET,
+    "bwd": BACKWARD_TARGET,
+    "dbias": BIAS_GRADIENT_TARGET,
+}
 PARTITIONED_TARGET = "jax_fa_partitioned_v1"
 """A call that XLA splits over devices (``partitioning``); it never runs itself."""
 
-EXTENSION_VERSION = 2
+EXTENSION_VERSION = 3
 
 _KINDS = {"float32": np.float32, "int32": np.int32, "bool": np.bool_, "string": str}
 
@@ -66,11 +72,11 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
         y = step.call(x)
 
     Without that import the call ends in ``No FFI handler registered for jax_fa_fwd_v1`` (or
-    ``jax_fa_bwd_v1``).
+    ``jax_fa_bwd_v1``, ``jax_fa_dbias_v1``).
     """
     return [
         jax.export.DisabledSafetyCheck.custom_call(name)
-        for name in (FORWARD_TARGET, BACKWARD_TARGET, PARTITIONED_TARGET)
+        for name in (*_TARGETS.values(), PARTITIONED_TARGET)
     ]
 
 
@@ -109,7 +115,15 @@ class Saved(NamedTuple):
     dlse: Array  # [B, T, N]
 
 
-def _inputs(operation: Operation, operands: Operands, saved: Saved | None) -> list[Array]:
+class Rows(NamedTuple):
+    """Inputs of a bias's gradient beside the operands, for each row."""
+
+    lse: Array  # [B, T, N]
+    dout: Array  # [B, T, N, Dv]
+    delta: Array  # [B, T, N]
+
+
+def _inputs(operation: Operation, operands: Operands, saved: Saved | Rows | None) -> list[Array]:
     """What an operation reads, in call order; an absent array is one without elements."""
     given = operands._asdict() | (saved._asdict() if saved else {})
     arrays = [(x, given[x.name]) for x in schema.OPERATIONS[operation].operands]
@@ -132,10 +146,12 @@ def results(operation: Operation, problem: Problem) -> dict[str, Struct]:
     """The results of an operation, by name in call order; absent gradients have shape [0]."""
     extents = schema.extents(problem)
     absent = () if problem.has_sinks else ("dsinks",)
+    of_bias = "float32" if problem.bias_bytes == 4 else problem.dtype
+    types = {"element": problem.dtype, "bias": of_bias}
     return {
         array.name: Struct(
             (0,) if array.name in absent else array.shape(extents),
-            np.dtype(problem.dtype if array.dtype == "element" else array.dtype),
+            np.dtype(types.get(array.dtype, array.dtype)),
         )
         for array in schema.OPERATIONS[operation].results
     }
@@ -148,21 +164,23 @@ def scratch_of(operation: Operation, problem: Problem, num_splits: int) -> dict[
 
 
 def _call(
-    kernel: Kernel, operands: Operands, semantics: Semantics, saved: Saved | None = None
+    operation: Operation,
+    kernel: Kernel,
+    operands: Operands,
+    semantics: Semantics,
+    saved: Saved | Rows | None = None,
 ) -> tuple[Array, ...]:
     """The results of one custom call; kernels of a GPU are given scratch, too."""
-    operation: Operation = "fwd" if saved is None else "bwd"
     own = (operands.q.shape[-1], operands.v.shape[-1])
     heads = own if kernel.heads is None else kernel.heads
     present = {name: getattr(operands, name) for name in operands.present}
     operands = Operands(**head_sizes.padded(operation, present, heads))
     if saved is not None:
-        saved = Saved(**head_sizes.padded(operation, saved._asdict(), heads))
+        saved = type(saved)(**head_sizes.padded(operation, saved._asdict(), heads))
     problem = Problem.of(operands, semantics)
     given = results(operation, problem)
     memory = scratch_of(operation, problem, kernel.num_splits) if kernel.stem else {}
-    name = FORWARD_TARGET if operation == "fwd" else BACKWARD_TARGET
-    call = jax.ffi.ffi_call(name, (*given.values(), *memory.values()))
+    call = jax.ffi.ffi_call(_TARGETS[operation], (*given.values(), *memory.values()))
     inputs = _inputs(operation, operands, saved)
     written = call(*inputs, **_attributes(semantics, kernel.stem))
     return head_sizes.cut(dict(zip(given, written, strict=False)), own)
@@ -170,14 +188,20 @@ def _call(
 
 def forward(kernel: Kernel, operands: Operands, semantics: Semantics) -> tuple[Array, Array]:
     """Calls a forward kernel: out [B, T, N, Dv], lse float32 [B, T, N]."""
-    out, lse = _call(kernel, operands, semantics)
+    out, lse = _call("fwd", kernel, operands, semantics)
     return out, lse
 
 
 def backward(kernel: Kernel, operands: Operands, semantics: Semantics, saved: Saved) -> Gradients:
     """Calls the kernels of a backward."""
-    dq, dk, dv, dsinks = _call(kernel, operands, semantics, saved)
+    dq, dk, dv, dsinks = _call("bwd", kernel, operands, semantics, saved)
     return Gradients(dq, dk, dv, None if operands.sinks is None else dsinks)
+
+
+def bias_gradient(kernel: Kernel, operands: Operands, semantics: Semantics, rows: Rows) -> Array:
+    """Calls the kernel of a bias's gradient, which has the bias's shape and type."""
+    (dbias,) = _call("dbias", kernel, operands, semantics, rows)
+    return dbias
 
 
 # ---------------------------------------------------------------------------- without a GPU
@@ -189,7 +213,7 @@ def record(
     """The launches that one call would make on a GPU: see ``ffi/record.h``.
 
     Args:
-        operation: forward or backward.
+        operation: what is computed.
         problem: what is asked.
         emulation: architecture and multiprocessors of that GPU.
         fields: the address of every array of the call, by its name in ``schema.py``; ``kernel``,

@@ -50,6 +50,8 @@ def forward(
     operands: Operands, semantics: Semantics, bias: Array | None = None, mask: Array | None = None
 ) -> tuple[Array, Array]:
     """``reference.forward`` with the scores of one block of rows at a time."""
+    if operands.bias is not None:
+        bias, operands = operands.bias, operands._replace(bias=None)
     scale = None
     if isinstance(cast(Any, semantics.scale), jax.core.Tracer):
         semantics, scale = replace(semantics, scale=1.0), semantics.scale
@@ -118,7 +120,32 @@ def backward(
     zeros = tuple(jnp.zeros_like(_wide(x)) for x in shared if x is not None)
     by_row = {"q": operands.q, "out": out, "lse": lse, "dout": dout, "dlse": dlse}
     (dk, dv, *dsinks), dq = _scan(one_block, zeros, by_row, rows)
-    return reference.in_types_of(operands, Gradients(dq, dk, dv, dsinks[0] if dsinks else None))
+    return reference.in_types_of(operands, Gradients(dq, dk, dv, *dsinks))
+
+
+def bias_gradient(
+    operands: Operands, semantics: Semantics, lse: Array, dout: Array, delta: Array
+) -> Array:
+    """``reference.bias_gradient`` with the scores of one block of rows at a time, in its type."""
+    rows, bias = rows_per_block(operands), operands.bias
+    if rows == operands.q.shape[1]:
+        return reference.bias_gradient(operands, semantics, lse, dout, delta).astype(bias.dtype)
+    has_rows = bias.shape[2] > 1
+
+    def one_block(
+        total: Array, start: Any, block: dict[str, Array]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        own = _rows(operands, semantics, start, block["q"])
+        rest = (block[name] for name in ("lse", "dout", "delta"))
+        part = reference.bias_gradient(own, meaning(semantics), *rest)
+        if not has_rows:
+            return total + part, ()
+        return total, (jnp.swapaxes(part.astype(bias.dtype), 1, 2),)  # rows in dimension 1
+
+    by_row = {"q": operands.q, "lse": lse, "dout": dout, "delta": delta}
+    zeros = jnp.zeros((), jnp.float32) if has_rows else jnp.zeros_like(_wide(bias))
+    total, by_blocks = _scan(one_block, zeros, by_row, rows)
+    return jnp.swapaxes(by_blocks[0], 1, 2) if has_rows else total.astype(bias.dtype)
 
 
 # Blocks read the rows of a bias where they lie. JAX would add up the gradient of such reads in an
@@ -167,6 +194,8 @@ def _rows(operands: Operands, semantics: Semantics, start: Any, q: Array) -> Ope
     count = q.shape[1]
     own = {name: _taken(x, start, count, 1) for name, x in per_token(operands, "T").items()}
     operands = masks.rows(operands, start, count)
+    if operands.bias is not None:
+        operands = operands._replace(bias=_taken(operands.bias, start, count, 2))
     return whole.part(operands._replace(**{**own, "q": q}), first_row=start)
 
 

@@ -155,7 +155,7 @@ def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel
     Args:
         problem: what one device launches: of packed operands, with a slot in front.
         target: what is compiled for which GPUs.
-        operation: forward or backward.
+        operation: what is computed.
     """
     archs = _archs(target)
     kernels = [
@@ -205,13 +205,13 @@ def choose(
     forced: Forced,
     operation: Operation = "fwd",
 ) -> Choice:
-    """The implementation for a problem without a dense bias.
+    """The implementation for a problem.
 
     Args:
         problem: what is asked.
         target: what the computation is lowered for.
         forced: what the caller asked for, or None.
-        operation: forward or backward; each is chosen for itself.
+        operation: what is computed; each is chosen for itself.
 
     Raises:
         NotImplementedError: the forced implementation does not serve the problem.

@@ -47,7 +47,21 @@ def backward(
     call = Call("bwd", Problem.of(operands, semantics), settings, kernel)
     arrays = {name: x for name, x in operands._asdict().items() if x is not None}
     grads = _on_host(call, {**arrays, **saved._asdict()})
-    return Gradients(*grads, *([] if call.problem.has_sinks else [None]))
+    return Gradients(*grads)
+
+
+def bias_gradient(
+    settings: Emulation,
+    kernel: Kernel,
+    operands: Operands,
+    semantics: Semantics,
+    rows: bindings.Rows,
+) -> Array:
+    """Emulates the kernel of a bias's gradient."""
+    call = Call("dbias", Problem.of(operands, semantics), settings, kernel)
+    arrays = {name: x for name, x in operands._asdict().items() if x is not None}
+    (dbias,) = _on_host(call, {**arrays, **rows._asdict()})
+    return dbias
 
 
 class Call(NamedTuple):
@@ -124,7 +138,7 @@ def execute(
 
     Args:
         call: what to run.
-        inputs: the present operands, and for a backward out, lse, dout and dlse.
+        inputs: the present operands, and what the operation takes beside them.
 
     Returns:
         The results by name, and the emulator's report on each launch.

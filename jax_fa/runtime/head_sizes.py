@@ -29,7 +29,7 @@ def padded(operation: Operation, arrays: Mapping[str, Array], heads: Heads) -> d
         more = _extent(name, x, heads) - x.shape[-1]
         if more == 0:
             return x
-        if operation == "bwd" and name in Operands._fields:
+        if operation != "fwd" and name in Operands._fields:
             # Otherwise XLA merges this with the forward's and keeps the larger array between them
             # (seen on the CPU, which drops barriers).
             x = jax.lax.optimization_barrier(x)

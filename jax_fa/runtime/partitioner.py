@@ -32,13 +32,21 @@ class _Mesh(NamedTuple):
 
     Attributes:
         shape: (name, size) of every axis, major to minor.
-        groups: axes along which devices share key/value heads.
-        context: axes along which they share sequences.
+        axes: names of those of each dimension of ``sharding.parts_of``.
     """
 
     shape: tuple[tuple[str, int], ...]
-    groups: tuple[str, ...]
-    context: tuple[str, ...]
+    axes: tuple[tuple[str, ...], ...]
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Axes along which devices share key/value heads."""
+        return self.axes[2]
+
+    @property
+    def context(self) -> tuple[str, ...]:
+        """Axes along which they share sequences."""
+        return self.axes[3]
 
     @classmethod
     def of(cls, parts: np.ndarray) -> _Mesh | None:
@@ -47,8 +55,8 @@ class _Mesh(NamedTuple):
         if axes is None:
             return None
         every = sorted((axis for own in axes for axis in own), reverse=True)
-        names = [tuple(str(stride) for stride, _ in own) for own in axes]
-        return cls(tuple((str(stride), size) for stride, size in every), names[2], names[3])
+        names = tuple(tuple(str(stride) for stride, _ in own) for own in axes)
+        return cls(tuple((str(stride), size) for stride, size in every), names)
 
 
 def _partition(
@@ -68,9 +76,7 @@ def _partition(
         shardings[name].tile(shape) for name, shape in zip(names.operands, arg_shapes, strict=True)
     ]
     arrays = [jax.ShapeDtypeStruct(x.dimensions(), x.numpy_dtype()) for x in tiled]
-    results = xla_client.HloSharding.tuple_sharding(
-        result_shape, [shardings[name] for name in names.results]
-    )
+    results = _together(result_shape, [shardings[name] for name in names.results])
     module = _module(call, mesh, arrays)
     return mlir.module_to_bytecode(module), [shardings[name] for name in names.operands], results
 
@@ -91,7 +97,7 @@ def _parts(call: Call, shapes: Sequence[Any], query: Any) -> tuple[np.ndarray, _
     return parts, mesh
 
 
-_NO_MESH = _Mesh((), (), ())
+_NO_MESH = _Mesh((), ((),) * 5)
 
 
 def _hlo(names: Names, name: str, parts: np.ndarray) -> Any:
@@ -102,6 +108,13 @@ def _hlo(names: Names, name: str, parts: np.ndarray) -> Any:
     return xla_client.HloSharding.subgroup_with_device_ordering(
         np.ascontiguousarray(tiles), subgroup_types=[xla_client.OpSharding.Type.REPLICATED]
     )
+
+
+def _together(shape: Any, shardings: list[Any]) -> Any:
+    """The sharding of all results of a call; several are a tuple."""
+    if not shape.is_tuple():
+        return shardings[0]
+    return xla_client.HloSharding.tuple_sharding(shape, shardings)
 
 
 def _propagate_from_result(result_sharding: Any, *_: Any) -> Any:
@@ -122,7 +135,7 @@ def _propagate_from_operands(
         _hlo(names, name, whole if name in sharding.PER_KV_HEAD else parts)
         for name in names.results
     ]
-    return xla_client.HloSharding.tuple_sharding(result_shape, shardings)
+    return _together(result_shape, shardings)
 
 
 def register() -> None:
@@ -215,13 +228,12 @@ def _one_device(call: Call, mesh: _Mesh, *arrays: Array) -> list[Array]:
             out, lse, dout, dlse = arrays[count:]
             grads = strategies.gradients(part, mesh.context, (out, lse), (dout, dlse))
             results = tuple(x for x in grads if x is not None)
-    if not mesh.groups:
-        return list(results)
+    names = call.names
+    over = dict.fromkeys(sharding.PER_KV_HEAD, mesh.groups)
+    over["dbias"] = tuple(name for axis in names.summed for name in mesh.axes[axis])
     return [
-        jax.lax.psum(x.astype(np.float32), mesh.groups).astype(x.dtype)
-        if name in sharding.PER_KV_HEAD
-        else x
-        for name, x in zip(call.names.results, results, strict=True)
+        jax.lax.psum(x.astype(np.float32), over[name]).astype(x.dtype) if over.get(name) else x
+        for name, x in zip(names.results, results, strict=True)
     ]
 
 

@@ -37,11 +37,12 @@ class Call(NamedTuple):
     Attributes:
         operation: forward or backward.
         platform: whose kernel.
-        present: names of the operands; a backward takes ``schema.SAVED`` behind them.
+        present: names of the operands; a backward takes ``schema.SAVED`` behind them, a bias's
+            gradient ``schema.ROWS``.
         semantics: what is computed.
-        may_share: whether devices may share a key/value head, or a sequence: they then exchange
-            keys, or sum gradients.
-        broadcast: letters of a mask's dimensions that are 1.
+        may_share: whether devices may share a key/value head, a sequence or the gradient of a
+            bias: they then exchange keys, or sum gradients.
+        broadcast: letters of a mask's and a bias's dimensions that are 1.
         kernel: which one, if it was chosen for these very shapes. Text has none: the part of a
             device may be served by another.
     """
@@ -65,8 +66,8 @@ class Call(NamedTuple):
     ) -> Call:
         """The call of ``kernel`` on given operands."""
         problem = Problem.of(operands, semantics)
-        extents = {"Bm": problem.mask_batch, "Nm": problem.mask_heads}
-        broadcast = tuple(letter for letter, extent in extents.items() if extent == 1)
+        extents = schema.extents(problem)
+        broadcast = tuple(letter for letter in sharding.BROADCAST if extents[letter] == 1)
         present = operands.present
         return cls(operation, platform, present, semantics, broadcast=broadcast, kernel=kernel)
 
@@ -76,7 +77,7 @@ class Call(NamedTuple):
         results = tuple(x.name for x in schema.OPERATIONS[self.operation].results)
         if self.operation == "fwd":
             return Names(self.present, results, self.broadcast)
-        saved = tuple(x.name for x in schema.SAVED)
+        saved = tuple(x.name for x in (schema.SAVED if self.operation == "bwd" else schema.ROWS))
         absent = () if "sinks" in self.present else ("dsinks",)
         written = tuple(x for x in results if x not in absent)
         return Names((*self.present, *saved), written, self.broadcast)
@@ -106,6 +107,9 @@ class Call(NamedTuple):
             kernel = bindings.kernel(self.operation, self.platform, operands, self.semantics)
         if self.operation == "fwd":
             return bindings.forward(kernel, operands, self.semantics)
+        if self.operation == "dbias":
+            rows = bindings.Rows(*arrays[count:])
+            return (bindings.bias_gradient(kernel, operands, self.semantics, rows),)
         saved = bindings.Saved(*arrays[count:])
         grads = bindings.backward(kernel, operands, self.semantics, saved)
         return tuple(x for x in grads if x is not None)

@@ -1,4 +1,4 @@
-"""The two operations, forward and backward, as JAX primitives.
+"""The operations, forward, backward and the gradient of a bias, as JAX primitives.
 
 As a primitive, one traced program takes the right path on every platform that it is lowered for
 (``dispatch.choose``), folds ``vmap`` into the batch, and refuses derivatives that do not exist.
@@ -82,7 +82,28 @@ def backward(
         semantics=semantics,
         implementation=implementation,
     )
-    return Gradients(*grads, *([None] if operands.sinks is None else []))
+    return Gradients(*grads)
+
+
+def bias_gradient(
+    operands: Operands,
+    semantics: Semantics,
+    saved: tuple[Array, Array],
+    cotangents: tuple[Array, Array],
+    implementation: Forced = None,
+) -> Array:
+    """The gradient that ``backward`` leaves out, of ``operands.bias``; arguments as there."""
+    out, lse = saved
+    dout, dlse = cotangents
+    dtype = wide(out.dtype)
+    delta = jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1) - dlse
+    (dbias,) = bias_gradient_p.bind(
+        *aligned([*_flat(operands), lse, dout, delta]),
+        names=operands.present,
+        semantics=semantics,
+        implementation=implementation,
+    )
+    return dbias
 
 
 def aligned(arrays: list[Array]) -> list[Array]:
@@ -132,6 +153,11 @@ def _backward_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[A
     operands, _rest = _split(names, arrays)
     sources = (operands.q, operands.k, operands.v, operands.sinks)
     return [x.update(weak_type=False) for x in sources if x is not None]
+
+
+def _bias_gradient_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
+    operands, _rest = _split(names, arrays)
+    return [operands.bias.update(weak_type=False)]
 
 
 # --------------------------------------------------------------------------------------- lowering
@@ -197,6 +223,25 @@ def _backward_on(
     if has_slot_in_front and operands.sinks is not None:
         return *grads[:3], grads[3][1:]
     return grads
+
+
+def _bias_gradient_on(
+    platform: str, *arrays: Array, names: tuple[str, ...], **params: Any
+) -> Sequence[Array]:
+    semantics: Semantics = params["semantics"]
+    operands, (lse, dout, delta) = _split(names, arrays)
+    problem = Problem.of(operands, semantics)
+    forced: Forced = params["implementation"]
+    choice = choose(problem, bindings.target(platform, forced), forced, "dbias")
+    if choice.implementation == "xla":
+        if choice.is_fallback:
+            _warn_once(problem, platform, f"in the gradient of the bias, {choice.reason}")
+        return [blockwise.bias_gradient(operands, semantics, lse, dout, delta)]
+    rows = bindings.Rows(lse, dout, delta)
+    if isinstance(forced, Emulation):
+        return [emulation.bias_gradient(forced, choice.chosen, operands, semantics, rows)]
+    call = Call.on("dbias", platform, operands, semantics, choice.chosen)
+    return call.bind(*_flat(operands), *rows)
 
 
 # --------------------------------------------------------------------------------------- batching
@@ -274,11 +319,11 @@ def _fold_operands(stacked: Operands, fold: _Fold) -> Operands:
     return Operands(**folded)
 
 
-_OF_MASK = ("mask_words", "mask_map")
+_PAIRWISE = ("mask_words", "mask_map", "bias")
 
 
-def _fold_mask(array: Array, dim: int | None, like: Array, fold: _Fold) -> Array:
-    """A mask's array for the larger problem, whose stacked queries are ``like`` [V, B, ...].
+def _fold_pairwise(array: Array, dim: int | None, like: Array, fold: _Fold) -> Array:
+    """A mask's or a bias's array for the larger problem, of stacked queries ``like`` [V, B, ...].
 
     One that is the same for all sequences stays so.
     """
@@ -290,6 +335,44 @@ def _fold_mask(array: Array, dim: int | None, like: Array, fold: _Fold) -> Array
     return fold.join(_resharded(stacked, spec), 0)
 
 
+class _Folded(NamedTuple):
+    """A vmapped call as a call of one larger problem.
+
+    Attributes:
+        fold: how.
+        operands: of the larger problem.
+        rest: what follows them.
+        stacked: the operands that are not pairwise, with a leading vmapped dimension.
+        axis: of each problem's tokens, or sequences, that the vmapped dimension joins.
+    """
+
+    fold: _Fold
+    operands: Operands
+    rest: list[Array]
+    stacked: Operands
+    axis: int
+
+
+def _folded(arrays: Sequence[Array], dims: Sequence[int | None], names: tuple[str, ...]) -> _Folded:
+    size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
+    pairwise = {x: (arrays[i], dims[i]) for i, x in enumerate(names) if x in _PAIRWISE}
+    kept = [i for i in range(len(arrays)) if i >= len(names) or names[i] not in _PAIRWISE]
+    arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
+    names = tuple(x for x in names if x not in _PAIRWISE)
+    stacked = [_to_front(a, d, size) for a, d in zip(arrays, dims, strict=True)]
+    is_packed = "cu_seqlens_q" in names
+    operands, rest = _split(names, _sharded_alike(stacked, is_packed))
+    # Dimensions merge without moving data where only the outer one is sharded.
+    vmapped, batch, *_ = _spec(operands.q)
+    fold = _Fold(size, is_inner=vmapped is None and batch is not None)
+    axis = 1 if is_packed else 0
+    folded = _fold_operands(operands, fold)._replace(
+        **{x: _fold_pairwise(*given, operands.q, fold) for x, given in pairwise.items()}
+    )
+    originals, _ = _split(names, stacked)
+    return _Folded(fold, folded, [fold.join(r, axis) for r in rest], originals, axis)
+
+
 def _batch(
     bind: Any,
     arrays: Sequence[Array],
@@ -297,40 +380,71 @@ def _batch(
     names: tuple[str, ...],
     **params: Any,
 ) -> tuple[list[Array], list[int]]:
-    size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
-    of_mask = {x: (arrays[i], dims[i]) for i, x in enumerate(names) if x in _OF_MASK}
-    kept = [i for i in range(len(arrays)) if i >= len(names) or names[i] not in _OF_MASK]
-    arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
-    names = tuple(x for x in names if x not in _OF_MASK)
-    stacked = [_to_front(a, d, size) for a, d in zip(arrays, dims, strict=True)]
-    is_packed = "cu_seqlens_q" in names
-    alike = _sharded_alike(stacked, is_packed)
-    operands, rest = _split(names, alike)
-    # Dimensions merge without moving data where only the outer one is sharded.
-    vmapped, batch, *_ = _spec(operands.q)
-    fold = _Fold(size, is_inner=vmapped is None and batch is not None)
-    token_axis = 1 if is_packed else 0
-    folded = _fold_operands(operands, fold)._replace(
-        **{x: _fold_mask(*given, operands.q, fold) for x, given in of_mask.items()}
-    )
-    results = bind(
-        *_flat(folded), *(fold.join(r, token_axis) for r in rest), names=folded.present, **params
-    )
+    fold, folded, rest, stacked, axis = _folded(arrays, dims, names)
+    results = bind(*_flat(folded), *rest, names=folded.present, **params)
     # Results in the place of the operands whose extents and shardings they have.
-    originals, _ = _split(names, stacked)
-    q, k, v, sinks = originals.q, originals.k, originals.v, originals.sinks
+    q, k, v, sinks = stacked.q, stacked.k, stacked.v, stacked.sinks
     likes = (q, k, v, sinks) if rest else (q, q)
-    axes = (token_axis, token_axis, token_axis, 0)
     parted = [
-        fold.part(result, axis, like.shape[1 + axis])
-        for result, axis, like in zip(results, axes, likes, strict=False)
+        fold.part(result, at, like.shape[1 + at])
+        for result, at, like in zip(results, (axis, axis, axis, 0), likes, strict=False)
     ]
     if rest:  # a gradient has the type of its operand
         parted = [_resharded(x, _spec(like)) for x, like in zip(parted, likes, strict=False)]
     else:
-        vmapped = _vmapped_axes(stacked)
+        vmapped = _vmapped_axes([x for x in stacked if x is not None])
         parted = [_resharded(x, PartitionSpec(vmapped, *_spec(x)[1:])) for x in parted]
     return parted, [0] * len(parted)
+
+
+def _batch_bias_gradient(
+    bind: Any,
+    arrays: Sequence[Array],
+    dims: Sequence[int | None],
+    names: tuple[str, ...],
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    at = names.index("bias")
+    bias, dim = arrays[at], dims[at]
+    split = [_spec(x)[d] for x, d in zip(arrays, dims, strict=True) if d is not None]
+    is_per_sequence = dim is not None and _leading(bias, dim) == _leading(arrays[0], dims[0])
+    if not is_per_sequence and not any(split):
+        return _one_by_one(bind, arrays, dims, names, **params)
+    size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+    stacked = _to_front(bias, dim, size)
+    arrays, dims = [*arrays], [*dims]
+    arrays[at], dims[at] = stacked, 0
+    fold, folded, rest, _, _ = _folded(arrays, dims, names)
+    (result,) = bind(*_flat(folded), *rest, names=folded.present, **params)
+    result = fold.part(result, 0, folded.q.shape[0] // size)
+    if stacked.shape[1] == 1:
+        result = jnp.sum(result.astype(wide(result.dtype)), axis=1, keepdims=True)
+    return [_resharded(result.astype(bias.dtype), _spec(stacked))], [0]
+
+
+def _leading(array: Array, dim: int | None) -> int:
+    """The first extent that is not vmapped."""
+    return array.shape[1 if dim == 0 else 0]
+
+
+def _one_by_one(
+    bind: Any,
+    arrays: Sequence[Array],
+    dims: Sequence[int | None],
+    names: tuple[str, ...],
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    """Each problem of a vmapped dimension for itself, so that none has a bias for each sequence."""
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims, strict=True)]
+
+    def one_problem(own: list[Array]) -> list[Array]:
+        rest = iter(own)
+        given = [x if d is None else next(rest) for x, d in zip(moved, dims, strict=True)]
+        return bind(*given, names=names, **params)
+
+    vmapped = [x for x, d in zip(moved, dims, strict=True) if d is not None]
+    results = jax.lax.map(one_problem, vmapped)
+    return results, [0] * len(results)
 
 
 # --------------------------------------------------------------------------------- differentiation
@@ -345,13 +459,13 @@ def no_further_derivative(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _make_primitive(name: str, abstract: Any, on_platform: Any) -> Primitive:
+def _make_primitive(name: str, abstract: Any, on_platform: Any, batch: Any = _batch) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     ad.primitive_jvps[primitive] = no_further_derivative
-    batching.primitive_batchers[primitive] = partial(_batch, primitive.bind)
+    batching.primitive_batchers[primitive] = partial(batch, primitive.bind)
     for platform in (None, "cpu", "cuda"):
         rule = mlir.lower_fun(partial(on_platform, platform or "other"), multiple_results=True)
         mlir.register_lowering(primitive, rule, platform=platform)
@@ -360,3 +474,6 @@ def _make_primitive(name: str, abstract: Any, on_platform: Any) -> Primitive:
 
 forward_p = _make_primitive("jax_fa_forward", _forward_abstract, _forward_on)
 backward_p = _make_primitive("jax_fa_backward", _backward_abstract, _backward_on)
+bias_gradient_p = _make_primitive(
+    "jax_fa_bias_gradient", _bias_gradient_abstract, _bias_gradient_on, _batch_bias_gradient
+)

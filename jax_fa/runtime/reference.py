@@ -59,6 +59,11 @@ def tokens_of(operands: Operands, extents: tuple[Any, Any]) -> tuple[_Tokens, _T
     )
 
 
+def used_rows(operands: Operands) -> Array:
+    """Bool [B, T]: the rows that are some sequence's."""
+    return _tokens(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths).used
+
+
 def used_lengths(cu_seqlens: Array, lengths: Array | None) -> Array:
     """[M] used tokens of each packed sequence."""
     slots = cu_seqlens[1:] - cu_seqlens[:-1]
@@ -239,12 +244,16 @@ def _scores(
     k = jnp.where(seen.keys[:, :, None, None], operands.k, 0)
     v = jnp.where(seen.keys[:, :, None, None], operands.v, 0)
     logits = _products(_grouped(q, num_kv_heads), k) * semantics.scale
+    bias = operands.bias if bias is None else bias
     if bias is not None:
-        logits = (logits + _per_head(bias, num_kv_heads)).astype(logits.dtype)
+        bias = _per_head(bias, num_kv_heads)
+        logits = logits + bias.astype(logits.dtype)
     slope = None
     if semantics.soft_cap is not None:
         bounded = jnp.tanh(_where(visible, logits) / semantics.soft_cap)
         logits, slope = semantics.soft_cap * bounded, 1 - bounded**2
+    if bias is not None:  # where it hides, the cap does not bound, nor does a NaN show
+        logits = _where(~jnp.isneginf(bias), logits, -jnp.inf)
     return _Scores(_where(visible, logits, -jnp.inf), visible, slope, seen.rows, q, k, v)
 
 
@@ -256,7 +265,7 @@ def forward(
     Args:
         operands: see ``Operands``.
         semantics: see ``Semantics``; ``scale`` may also be a traced scalar here.
-        bias: added to the scaled logits; [B|1, N|1, T|1, S|1].
+        bias: added to the scaled logits; [B|1, N|1, T|1, S|1]. None: that of the operands, if any.
         mask: bool, True takes part; [B|1, N|1, T|1, S|1].
 
     Returns:
@@ -305,23 +314,23 @@ def backward(
 
 def in_types_of(operands: Operands, grads: Gradients) -> Gradients:
     """Gradients rounded to the types of their operands."""
-    sources = (operands.q, operands.k, operands.v, operands.sinks)
-    return Gradients(
-        *(None if x is None else x.astype(y.dtype) for x, y in zip(grads, sources, strict=True))
-    )
+    given = {name: x for name, x in grads._asdict().items() if x is not None}
+    return Gradients(**{name: x.astype(getattr(operands, name).dtype) for name, x in given.items()})
 
 
-def wide_gradients(
-    operands: Operands, semantics: Semantics, out: Array, lse: Array, dout: Array, dlse: Array
-) -> Gradients:
-    """``backward`` in the type of accumulation, for sums over parts of the rows."""
-    given, operands = operands, with_a_sequence(operands)
+class _ScoreGradients(NamedTuple):
+    scores: _Scores
+    probabilities: Array  # [B, K, G, T, S]
+    ds: Array  # likewise, of scale * q.k + bias
+
+
+def _score_gradients(
+    operands: Operands, semantics: Semantics, lse: Array, dout: Array, delta: Array
+) -> _ScoreGradients:
+    """What the cotangents ``dout`` and ``delta``, 0 for unused rows, mean for the scores."""
     x = _scores(operands, semantics)
     num_kv_heads = operands.k.shape[2]
-    dtype = x.logits.dtype
     used = x.rows[:, :, None]  # [B, T, 1]
-    out, dout = (jnp.where(used[..., None], a, 0).astype(dtype) for a in (out, dout))
-    delta = jnp.sum(dout * out, axis=-1) - jnp.where(used, dlse, 0)  # [B, T, N]
     # A row without denominator has lse = -inf; +inf instead makes all its probabilities 0.
     lse = jnp.where(used & ~jnp.isneginf(lse), lse, jnp.inf)
 
@@ -329,26 +338,62 @@ def wide_gradients(
         return jnp.transpose(_grouped(a[..., None], num_kv_heads), (0, 2, 3, 1, 4))
 
     probabilities = _where(x.visible, jnp.exp(x.logits - per_row(lse)))
-    dout = _grouped(dout, num_kv_heads)
-    dp = _einsum("btkgd,bskd->bkgts", dout, x.v.astype(dtype))
+    dp = _einsum("btkgd,bskd->bkgts", _grouped(dout, num_kv_heads), x.v.astype(dout.dtype))
     ds = probabilities * (dp - per_row(delta))
     if x.slope is not None:
         ds = ds * x.slope
-    ds = _where(x.visible, ds * semantics.scale)
+    return _ScoreGradients(x, probabilities, _where(x.visible, ds))
+
+
+def wide_gradients(
+    operands: Operands, semantics: Semantics, out: Array, lse: Array, dout: Array, dlse: Array
+) -> Gradients:
+    """``backward`` in the type of accumulation, for sums over parts of the rows."""
+    given, operands = operands, with_a_sequence(operands)
+    num_kv_heads = operands.k.shape[2]
+    dtype = wide(operands.q.dtype)
+    used = used_rows(operands)[:, :, None]  # [B, T, 1]
+    out, dout = (jnp.where(used[..., None], a, 0).astype(dtype) for a in (out, dout))
+    delta = jnp.sum(dout * out, axis=-1) - jnp.where(used, dlse, 0)  # [B, T, N]
+    x, probabilities, ds = _score_gradients(operands, semantics, lse, dout, delta)
+    ds = ds * semantics.scale
     # Where an operand is not finite, neither is ds of a pair that is visible.
     q, k = _finite(x.q.astype(dtype)), _finite(x.k.astype(dtype))
     dq = _einsum("bkgts,bskd->btkgd", ds, k).reshape(operands.q.shape)
     dk = _einsum("bkgts,btkgd->bskd", ds, _grouped(q, num_kv_heads))
-    dv = _einsum("bkgts,btkgd->bskd", probabilities, dout)
+    dv = _einsum("bkgts,btkgd->bskd", probabilities, _grouped(dout, num_kv_heads))
     dsinks = None
     if given.sinks is not None:
         dsinks = _sink_gradients(operands, lse, delta, given.num_sequences)
     return Gradients(dq, dk, dv, dsinks)
 
 
+def bias_gradient(
+    operands: Operands, semantics: Semantics, lse: Array, dout: Array, delta: Array
+) -> Array:
+    """The gradient of ``operands.bias``, in the type of accumulation.
+
+    Args:
+        operands: as of ``forward``.
+        semantics: as of ``forward``.
+        lse: float32 [B, T, N].
+        dout: cotangent of the output.
+        delta: [B, T, N], rowsum(dout * out) less the cotangent of the LSE.
+    """
+    used = used_rows(operands)[:, :, None]
+    dout = jnp.where(used[..., None], dout, 0).astype(wide(dout.dtype))
+    delta = jnp.where(used, delta, 0)
+    ds = _score_gradients(operands, semantics, lse, dout, delta).ds
+    shape = operands.bias.shape
+    ds = ds.reshape(ds.shape[0], -1, *ds.shape[3:])  # [B, N, T, S]
+    same = [axis for axis in range(4) if shape[axis] == 1]
+    return jnp.sum(ds, axis=same, keepdims=True)
+
+
 def _sink_gradients(operands: Operands, lse: Array, delta: Array, count: int) -> Array:
     """[count, N]: those of the last ``count`` sequences."""
     rows = _tokens(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
+    lse = jnp.where(rows.used[:, :, None] & ~jnp.isneginf(lse), lse, jnp.inf)
     per_row = -jnp.exp(operands.sinks[rows.sequence] - lse) * delta  # [B, T, N]
     heads = operands.sinks.shape[1]
     flat = jnp.zeros_like(operands.sinks)

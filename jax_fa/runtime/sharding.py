@@ -30,6 +30,9 @@ _FACTORS = {
 BROADCAST = {"Bm": "p", "Nm": "r", "Ba": "p", "Na": "r"}
 """Of a mask or bias that is the same for all sequences, or heads."""
 
+_SUMMED = {"Ba": (0,), "Na": (1, 2)}
+"""Dimensions of ``parts_of`` along which a bias's gradient is summed if the bias is the same."""
+
 PER_KV_HEAD = tuple(x.name for x in schema.GRADIENTS if "K" in x.dims.split())
 """Results that devices which share a key/value head sum."""
 
@@ -53,6 +56,12 @@ class Names(NamedTuple):
     def splits_tokens(self) -> bool:
         """True if devices may hold parts of a sequence."""
         return {"mask_words", "bias"}.isdisjoint(self.operands)
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """Dimensions of ``parts_of`` along which the gradient of a bias is summed."""
+        letters = self.broadcast if "dbias" in self.results else ()
+        return tuple(axis for letter in letters for axis in _SUMMED.get(letter, ()))
 
     def dimensions(self, name: str) -> list[str]:
         """Dimension names of one array."""
@@ -131,7 +140,7 @@ def parts_of(
         names: arrays of the call.
         extents: by dimension name.
         tiles: devices by the part of the query they hold, [B, T, N, D] and copies.
-        may_share: whether devices may share a key/value head, or a sequence.
+        may_share: whether devices may share a key/value head, a sequence or a sum.
     """
     batch, context, heads = tiles.shape[:3]
     kv_heads = math.gcd(extents["k"], heads)
@@ -143,6 +152,8 @@ def parts_of(
         2: may_share and extents["kg"] // extents["k"] % groups == 0,
         3: splits_tokens and extents["t"] % context == 0 and extents["s"] % context == 0,
     }
+    if not may_share:
+        fits |= dict.fromkeys(names.summed, False)
     for axis in (axis for axis, is_split in fits.items() if not is_split):
         moved = np.expand_dims(np.moveaxis(parts, axis, -2), axis)  # [..., 1, ..., copies, copies]
         parts = moved.reshape(*moved.shape[:4], -1)

@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_fa.runtime import primitives
 from jax_fa.runtime.dispatch import Forced
 from jax_fa.runtime.primitives import no_further_derivative
+from jax_fa.spec import schema
 from jax_fa.spec.problem import Operands, Semantics
 
 OUT_NAME = "jax_fa_out"
@@ -40,9 +41,10 @@ def attention(
     """
     arrays = primitives.aligned([x for x in operands if x is not None])
     operands = Operands(**dict(zip(operands.present, arrays, strict=True)))
-    q, k, v = (reverse_only(x) for x in operands[:3])
-    sinks = None if operands.sinks is None else reverse_only(operands.sinks)
-    operands = operands._replace(q=q, k=k, v=v, sinks=sinks)
+    moving = {x.name: getattr(operands, x.name) for x in schema.OPERANDS if x.is_differentiable}
+    operands = operands._replace(
+        **{name: None if x is None else reverse_only(x) for name, x in moving.items()}
+    )
     return _attention(operands, saved, semantics, implementation)
 
 
@@ -73,7 +75,13 @@ def _backward(
 ) -> tuple[Operands, None]:
     operands, out, lse = residuals
     grads = primitives.backward(operands, semantics, (out, lse), cotangents, implementation)
-    return Operands(grads.q, grads.k, grads.v, sinks=grads.sinks), None
+    dbias = None
+    if operands.bias is not None:
+        # A call of its own: XLA deletes it where nobody asks for this gradient.
+        dbias = primitives.bias_gradient(
+            operands, semantics, (out, lse), cotangents, implementation
+        )
+    return Operands(grads.q, grads.k, grads.v, sinks=grads.sinks, bias=dbias), None
 
 
 _attention.defvjp(_forward, _backward)
