@@ -236,6 +236,8 @@ CASES = (
     Biased(Case("keys", **MANY), "BS"),
     Biased(Case("rows", **MANY), "NT", "float32"),
     Biased(Case("one", **MANY), "", "float32"),
+    Biased(Case("parts", batch=6, q_len=70, kv_len=130, heads=3, kv_heads=1), "TS"),
+    Biased(Case("part_of_heads", batch=7, q_len=70, kv_len=35, heads=2), "NTS", "float32"),
     Biased(Case("cap", soft_cap=2.0, window=(40, 3), **MANY), "NTS", hides=2),
     Biased(
         Case(

@@ -5,7 +5,8 @@
     consume j   the same for 64 other rows
 
 A tile of the bias is in the registers of one CTA, which alone writes it: the order of the sums is
-always the same, and nothing of size [B, N, T, S] is made unless the bias is. Roles, edges and
+always the same, and nothing of size [B, N, T, S] is made unless the bias is. Where tiles are few
+and shared by many, parts of those have a CTA each, and ``merge`` sums what they wrote. Roles, edges and
 memory: ``plan_dbias.py``; conventions: ``jax_fa/spec/problem.py``.
 """
 
@@ -19,6 +20,8 @@ from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import dense_mask, edges, primitives, softmax, tiles
+from jax_fa.kernels.backward_rows import vector_at
+from jax_fa.kernels.bias import Bias
 from jax_fa.kernels.forward_work import Scalars, Variant
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
 from jax_fa.kernels.sm90.dbias_roles import consume, load
@@ -35,6 +38,8 @@ from jax_fa.kernels.sm90.dbias_work import (
 from jax_fa.kernels.sm90.plan_dbias import dbias_plan
 from jax_fa.spec.config_sm90 import HopperBiasGradient
 from jax_fa.spec.key import KernelKey
+
+MERGE_THREADS = 256
 
 
 @cute.kernel
@@ -84,6 +89,39 @@ def kernel(
         consume(variant, x, DbiasPipes(qk_out, dov_out))
 
 
+@cute.jit
+def merge(dbias: Bias, parts: cute.Pointer, num_parts: Int32, stream: cuda.CUstream) -> None:
+    """Launches ``merge_kernel`` if there are several parts."""
+    if num_parts > 1:
+        elements = dbias.batch * dbias.heads * dbias.rows * dbias.keys
+        merge_kernel(dbias, parts, num_parts, elements).launch(
+            grid=(cute.ceil_div(elements, MERGE_THREADS), 1, 1),
+            block=(MERGE_THREADS, 1, 1),
+            stream=stream,
+        )
+
+
+@cute.kernel
+def merge_kernel(dbias: Bias, parts: cute.Pointer, num_parts: Int32, elements: Int32) -> None:
+    """Sums the parts of an element in their order, a thread each.
+
+    32 bits count the elements: there are ``ROUNDS`` tiles for each multiprocessor at most.
+    """
+    at = cute.arch.block_idx()[0] * MERGE_THREADS + cute.arch.thread_idx()[0]
+    if at < elements:
+        total = Float32(0.0)
+        for part in cutlass.range(num_parts, unroll=4):
+            place = part.to(Int64) * elements + at
+            total = total + vector_at(Float32, parts.toint() + place * 4, 4)[0]
+        if dbias.size_bytes == 4:
+            word = vector_at(Float32, dbias.array.toint() + at.to(Int64) * 4, 4)
+            word[0] = total
+        else:
+            dtype = dbias.array.dtype
+            half = vector_at(dtype, dbias.array.toint() + at.to(Int64) * 2, 2)
+            half[0] = total.to(dtype)
+
+
 def make_entry(key: KernelKey, config: HopperBiasGradient) -> Callable:
     """The flat host entry of one variant."""
     variant = Variant(key, config, dbias_plan(key, config))
@@ -97,6 +135,7 @@ def make_entry(key: KernelKey, config: HopperBiasGradient) -> Callable:
         dout: cute.Pointer,
         delta: cute.Pointer,
         dbias: cute.Pointer,
+        dbias_parts: cute.Pointer,
         q_lengths: cute.Pointer,
         kv_lengths: cute.Pointer,
         cu_seqlens_q: cute.Pointer,
@@ -171,12 +210,13 @@ def make_entry(key: KernelKey, config: HopperBiasGradient) -> Callable:
             layout = cute.slice_(getattr(layouts, name), (None, None, 0))
             shape = cute.product_each(layout.outer.shape)
             atoms[name], seen[name] = primitives.tma_load(array, layout, shape)
-        grid = make_tiles(variant, added, num_q_heads, num_kv_heads)
+        grid = make_tiles(variant, added, batch, num_q_heads, num_kv_heads)
         views = Arrays(
             **seen,
             lse=dense_stats(lse, queries),
             delta=dense_stats(delta, queries),
             dbias=added._replace(array=dbias),
+            parts=dbias_parts,
         )
         kernel(variant, Tma(**atoms), views, scalars, grid).launch(
             grid=(cutlass.min(num_sms, grid.number), 1, 1),
@@ -184,5 +224,6 @@ def make_entry(key: KernelKey, config: HopperBiasGradient) -> Callable:
             stream=stream,
             min_blocks_per_mp=1,
         )
+        merge(views.dbias, dbias_parts, grid.parts, stream)
 
     return gradient

@@ -1,6 +1,6 @@
 """The roles of Hopper's gradient of a bias: load, consume; ``dbias.py`` has the picture."""
 
-from typing import Any
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -33,8 +33,8 @@ def load(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> None
     number = cute.arch.block_idx()[0]
     while number < x.grid.number:
         tile = bias_tile(variant, x, number)
-        rows = tile.row_blocks
-        for pair in cutlass.range(tile.pairs, unroll=1):
+        pairs, rows = tile.pairs, tile.row_blocks
+        for pair in cutlass.range(pairs.start, pairs.end, unroll=1):
             for row_block in cutlass.range(rows.start, rows.end, unroll=1):
                 work, seen = step_at(variant, x, tile, pair, row_block)
                 at = work.tile
@@ -61,10 +61,10 @@ def consume(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> N
     number = cute.arch.block_idx()[0]
     while number < x.grid.number:
         tile = bias_tile(variant, x, number)
-        rows = tile.row_blocks
+        pairs, rows = tile.pairs, tile.row_blocks
         c.sums.fill(0.0)
         keep_bias(variant, x, c, tile)
-        for pair in cutlass.range(tile.pairs, unroll=1):
+        for pair in cutlass.range(pairs.start, pairs.end, unroll=1):
             for row_block in cutlass.range(rows.start, rows.end, unroll=1):
                 work, seen = step_at(variant, x, tile, pair, row_block)
                 stats = row_stats(variant, x, c, work)
@@ -225,6 +225,10 @@ def store(
 ) -> None:
     """Writes a tile of the gradient, summed over what the bias is broadcast along."""
     dbias, config = x.arrays.dbias, variant.config
+    base, size_bytes = dbias.array.toint(), dbias.size_bytes
+    if x.grid.parts > 1:
+        elements = (dbias.batch * dbias.heads).to(Int64) * dbias.rows * dbias.keys
+        base, size_bytes = x.arrays.parts.toint() + tile.part * elements * 4, Int32(4)
     sums = fragments.by_row(c.sums)
     columns = cute.size(sums, mode=[1])
     if dbias.keys == 1:
@@ -240,37 +244,44 @@ def store(
     for r in cutlass.range_constexpr(fragments.ROWS):
         row = first_row + fragments.row_in_tile(c.thread) + 8 * r
         if row < dbias.rows:
-            address = biases.address_of(
-                dbias, biases.row_of(dbias, tile.batch, tile.head, row)
-            )
-            store_row(variant, dbias, address, first_key, [sums[r, i] for i in range(columns)])
+            start = biases.row_of(dbias, tile.batch, tile.head, row) * dbias.keys
+            target = RowTarget(base + start * size_bytes, size_bytes, dbias.keys)
+            store_row(variant, target, first_key, [sums[r, i] for i in range(columns)])
+
+
+class RowTarget(NamedTuple):
+    """A row of the gradient, or of a part of it: its address, and its keys of so many bytes."""
+
+    address: Int64
+    size_bytes: Int32
+    keys: Int32
 
 
 @cute.jit
 def store_row(
-    variant: cutlass.Constexpr, dbias: Any, address: Any, first_key: Int32, values: list
+    variant: cutlass.Constexpr, row: RowTarget, first_key: Int32, values: list
 ) -> None:
     """Writes a thread's part of a row, from key ``first_key`` on."""
     dtype = variant.dtype
     for g in cutlass.range_constexpr(len(values) // 2):
         key = first_key + 8 * g
         pair = [values[2 * g + i] for i in range(2)]
-        if (key + 1 < dbias.keys) & (dbias.keys % 2 == 0):
-            if dbias.size_bytes == 2:
-                word = vector_at(Int32, address + key.to(Int64) * 2, 4)
+        if (key + 1 < row.keys) & (row.keys % 2 == 0):
+            if row.size_bytes == 2:
+                word = vector_at(Int32, row.address + key.to(Int64) * 2, 4)
                 word[0] = primitives.narrow_pair(pair[0], pair[1], dtype)
             else:
-                floats = vector_at(Float32, address + key.to(Int64) * 4, 8)
+                floats = vector_at(Float32, row.address + key.to(Int64) * 4, 8)
                 for i in cutlass.range_constexpr(2):
                     floats[i] = pair[i]
         else:
             for i in cutlass.range_constexpr(2):
-                if key + i < dbias.keys:
-                    if dbias.size_bytes == 2:
-                        half = vector_at(dtype, address + (key + i).to(Int64) * 2, 2)
+                if key + i < row.keys:
+                    if row.size_bytes == 2:
+                        half = vector_at(dtype, row.address + (key + i).to(Int64) * 2, 2)
                         half[0] = pair[i].to(dtype)
                     else:
-                        word = vector_at(Float32, address + (key + i).to(Int64) * 4, 4)
+                        word = vector_at(Float32, row.address + (key + i).to(Int64) * 4, 4)
                         word[0] = pair[i]
 
 

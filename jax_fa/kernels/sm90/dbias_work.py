@@ -12,6 +12,7 @@ from jax_fa.kernels import edges, fragments, primitives, tiles
 from jax_fa.kernels.bias import Bias
 from jax_fa.kernels.forward_work import Scalars, Variant, Work, seen_from
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
+from jax_fa.spec import backward_division
 from jax_fa.spec.band import ceil_div
 
 
@@ -25,7 +26,7 @@ class Tma(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Global arrays; but for the last three as TMA sees them."""
+    """Global arrays; but for the last four as TMA sees them."""
 
     q: cute.Tensor  # (T, D, N, B)
     k: cute.Tensor  # (S, D, K, B)
@@ -34,6 +35,7 @@ class Arrays(NamedTuple):
     lse: cute.Tensor  # (T, N, B)
     delta: cute.Tensor  # (T, N, B)
     dbias: Bias  # of the bias's extents
+    parts: cute.Pointer  # float32, of the same extents for each part
 
 
 class DbiasLayouts(NamedTuple):
@@ -81,6 +83,7 @@ class Tiles(NamedTuple):
         group: query heads per key/value head.
         row_blocks: of a head of the bias.
         key_blocks: of a row of the bias.
+        parts: of the batches and heads that share a tile; each counts as a tile of its own.
         number: tiles of all heads.
     """
 
@@ -88,6 +91,7 @@ class Tiles(NamedTuple):
     group: Int32
     row_blocks: Int32
     key_blocks: Int32
+    parts: Int32
     number: Int32
 
 
@@ -106,7 +110,8 @@ class BiasTile(NamedTuple):
         head: of the bias.
         row_block: of the bias.
         key_block: of the bias.
-        pairs: batches and heads that share it, as ``batch * heads + head`` of those.
+        part: of those that share it.
+        pairs: batches and heads of that part, as ``batch * heads + head`` of those that share it.
         heads: how many heads of a batch share it.
         row_blocks: blocks of queries.
         key_blocks: blocks of keys.
@@ -116,7 +121,8 @@ class BiasTile(NamedTuple):
     head: Int32
     row_block: Int32
     key_block: Int32
-    pairs: Int32
+    part: Int32
+    pairs: Range
     heads: Int32
     row_blocks: Range
     key_blocks: Range
@@ -136,13 +142,24 @@ def make_layouts(variant: Variant) -> DbiasLayouts:
 
 @cute.jit
 def make_tiles(
-    variant: cutlass.Constexpr, bias: Bias, num_q_heads: Int32, num_kv_heads: Int32
+    variant: cutlass.Constexpr,
+    bias: Bias,
+    batch: Int32,
+    num_q_heads: Int32,
+    num_kv_heads: Int32,
 ) -> Tiles:
     """The tiles of a call."""
     row_blocks = ceil_div(bias.rows, variant.config.block_q)
     key_blocks = ceil_div(bias.keys, variant.config.block_kv)
-    number = bias.batch * bias.heads * row_blocks * key_blocks
-    return Tiles(num_q_heads, num_q_heads // num_kv_heads, row_blocks, key_blocks, number)
+    own_heads, size = bias.batch * bias.heads, backward_division.DBIAS_TILE
+    parts = backward_division.dbias_parts(
+        own_heads * ceil_div(bias.rows, size) * ceil_div(bias.keys, size),
+        batch * num_q_heads // own_heads,
+        tiles.EXTREMES,
+    )
+    number = own_heads * row_blocks * key_blocks * parts
+    group = num_q_heads // num_kv_heads
+    return Tiles(num_q_heads, group, row_blocks, key_blocks, parts, number)
 
 
 @cute.jit
@@ -158,9 +175,12 @@ def _swept(
 
 @cute.jit
 def bias_tile(variant: cutlass.Constexpr, x: DbiasContext, number: Int32) -> BiasTile:
-    """Tile ``number``, the keys of a row of the bias one after the other."""
+    """Tile ``number``: part by part, and the keys of a row of the bias one after the other."""
     bias, grid, config = x.scalars.bias, x.grid, variant.config
     q_len, kv_len = x.scalars.sequences.rows
+    tiles_of_part = grid.number // grid.parts
+    part = number // tiles_of_part
+    number = number - part * tiles_of_part
     key_block = number % grid.key_blocks
     rows = number // grid.key_blocks
     row_block = rows % grid.row_blocks
@@ -171,12 +191,16 @@ def bias_tile(variant: cutlass.Constexpr, x: DbiasContext, number: Int32) -> Bia
         heads = grid.heads
     if bias.batch == 1:
         batches = cute.size(x.arrays.k, mode=[3])
+    pairs = batches * heads
+    size = ceil_div(pairs, grid.parts)
+    start = cutlass.min(part * size, pairs)
     return BiasTile(
         batch,
         head,
         row_block,
         key_block,
-        batches * heads,
+        part,
+        Range(start, cutlass.min(start + size, pairs)),
         heads,
         _swept(row_block, bias.rows, q_len, config.block_q),
         _swept(key_block, bias.keys, kv_len, config.block_kv),
