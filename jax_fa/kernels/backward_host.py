@@ -13,7 +13,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from jax_fa.kernels import bias as biases
 from jax_fa.kernels import (
     backward_rows,
     backward_work,
@@ -22,6 +21,7 @@ from jax_fa.kernels import (
     softmax,
     tiles,
 )
+from jax_fa.kernels import bias as biases
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
 from jax_fa.spec import backward_division
 from jax_fa.spec.band import UNBOUNDED, ceil_div

@@ -86,13 +86,21 @@ def load_word(address: Int64) -> Int32:
     )
 
 
-def load_words(address: Int64) -> tuple[Int32, Int32]:
+class Pair(NamedTuple):
+    """Neighbours in memory."""
+
+    low: Int32
+    high: Int32
+
+
+def load_pair(address: Int64) -> Pair:
     """64 bits of global memory that nobody writes, at a multiple of 8 bytes."""
-    return cute.arch.inline_ptx(
+    words = cute.arch.inline_ptx(
         "ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Int32, Int32],
         read_only_args=[address],
     )
+    return Pair(*words)
 
 
 def as_float(word: Int32) -> Float32:

@@ -109,6 +109,13 @@ def widen(word: Int32, dtype: type) -> tuple[Float32, Float32]:
     return cute.arch.inline_ptx(code, write_only_types=[Float32, Float32], read_only_args=[word])
 
 
+def opaque(value: Int32) -> Int32:
+    """The same value; what follows from it does not wait in registers, computed ahead of a loop."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
 @cute.jit
 def complete_tx(barrier: cute.Pointer, size_bytes: int) -> None:
     """Counts ``size_bytes`` as arrived at an mbarrier, in place of a copy that skipped it.

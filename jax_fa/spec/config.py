@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jax_fa.spec.arch import Arch, Operation, arch_of_target
-from jax_fa.spec.config_sm90 import (
-    HopperBackward,
-    HopperBiasGradient,
-    HopperForward,
-    hopper_backward,
-    hopper_bias_gradient,
-    hopper_forward,
-)
+from jax_fa.spec.config_sm90 import HopperBackward, HopperForward, hopper_backward, hopper_forward
+from jax_fa.spec.config_sm90_dbias import HopperBiasGradient, hopper_bias_gradient
 from jax_fa.spec.config_sm100 import (
     BlackwellBackward,
     BlackwellForward,

@@ -143,9 +143,7 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
     if key.head_dim <= 64:
         # Reached: 275 and 511 (203 and 418). With a bias, S, dP and its words fit for 64 rows.
         block_q = 64 if key.has_bias else 128
-        return HopperBackward(
-            block_q, overlaps_dp=not key.has_soft_cap, looks_ahead=key.has_bias
-        )
+        return HopperBackward(block_q, overlaps_dp=not key.has_soft_cap, looks_ahead=key.has_bias)
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
     # D = 128 reaches 324 and 578 (247 and 515), D = 256 without splitting keys 259 and 412 (207
     # and 373).
@@ -153,40 +151,4 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
         block_q=64,
         splits_keys=key.head_dim + key.value_dim <= 256,
         overlaps_dp=not (key.has_soft_cap or key.has_bias),
-    )
-
-
-@dataclass(frozen=True)
-class HopperBiasGradient:
-    """The tile and resources of a kernel that gives the gradient of a bias.
-
-    Attributes:
-        block_kv: keys of a tile.
-        stages: depth of the rings of queries and keys, and of dO and values.
-        num_consumers: warpgroups that own 64 query rows each.
-        consumer_registers: per thread of a consumer, multiple of 8.
-        producer_registers: per thread of the producer warpgroup, multiple of 8.
-    """
-
-    block_kv: int
-    stages: int
-    num_consumers: int = 2
-    consumer_registers: int = 240
-    producer_registers: int = 24
-    packs_heads: bool = False
-    is_persistent: bool = True
-
-    @property
-    def block_q(self) -> int:
-        """Query rows of one tile."""
-        return 64 * self.num_consumers
-
-
-def hopper_bias_gradient(key: KernelKey) -> HopperBiasGradient:
-    """The configuration for ``key``: the largest tile whose S, dP and sums leave no spills.
-
-    D = 64 with 128 keys spills 160 bytes, with 112 keys 56 (DSL 4.8.1).
-    """
-    return HopperBiasGradient(
-        block_kv=96 if key.head_dim <= 64 else 64, stages=2 if key.head_dim <= 128 else 1
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -10,11 +13,11 @@ import numpy as np
 import pytest
 from helpers.cases import Case, Dense, make
 from helpers.oracle import ULP, Values, complaint, shown, visible
-from helpers.recording import needs_compiler, needs_dsl, prebuilt, record
+from helpers.recording import build, needs_compiler, needs_dsl, prebuilt, record
 
-from jax_fa.emulator import Memory, emulate
+from jax_fa.emulator import EmulationError, Memory, emulate
 from jax_fa.spec import abi, schema, scratch
-from jax_fa.spec.arch import ARCHS
+from jax_fa.spec.arch import ARCHS, Operation
 from jax_fa.spec.config import choose_backward, choose_dbias, choose_forward
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.problem import Problem
@@ -26,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default:This static loop"),  # likewise, of heads of 256
 ]
 
+CHOICES = {"fwd": choose_forward, "bwd": choose_backward, "dbias": choose_dbias}
 KEY = KernelKey("sm_90a", "bfloat16", 64, 64, "general", has_bias=True)
 
 
@@ -86,7 +90,8 @@ def attend(given: Any, bias: np.ndarray, rounding: str | None = None) -> Exact:
         return x.astype(kind).astype(dtype)
 
     group = operands.q.shape[2] // operands.k.shape[2]
-    q, dout, *kv = (np.swapaxes(np.asarray(x, dtype), 1, 2) for x in (operands.q, dout, operands.k, operands.v))
+    arrays = (operands.q, dout, operands.k, operands.v)
+    q, dout, *kv = (np.swapaxes(np.asarray(x, dtype), 1, 2) for x in arrays)
     k, v = (np.repeat(x, group, 1) for x in kv)
     dlse = np.swapaxes(np.asarray(dlse, dtype), 1, 2)[..., None]
     pairs = visible(operands, semantics)[:, None]
@@ -98,7 +103,9 @@ def attend(given: Any, bias: np.ndarray, rounding: str | None = None) -> Exact:
     q, dout, dlse = (np.where(used, x, 0) for x in (q, dout, dlse))
     keys = pairs.any(1).any(1)[:, None, :, None]
     k, v = (np.where(keys, x, 0) for x in (k, v))
-    logits = q @ np.swapaxes(k, 2, 3) * dtype(semantics.scale) + np.where(added == -np.inf, 0, added)
+    logits = q @ np.swapaxes(k, 2, 3) * dtype(semantics.scale) + np.where(
+        added == -np.inf, 0, added
+    )
     slope: Any = dtype(1)
     if semantics.soft_cap is not None:
         bounded = np.tanh(logits / dtype(semantics.soft_cap))
@@ -106,7 +113,7 @@ def attend(given: Any, bias: np.ndarray, rounding: str | None = None) -> Exact:
     logits = np.where(pairs, logits, -np.inf)
     top = logits.max(3, keepdims=True)
     # What jax_fa/kernels/softmax.py says of logits beyond what 32 bits hold in base 2.
-    pairs = pairs & (top > -2.0**127)
+    pairs = pairs & (top > -(2.0**127))
     logits = np.where(pairs, logits, -np.inf)
     top = np.where(pairs.any(3, keepdims=True), top, 0)
     weights = np.exp(logits - top)
@@ -156,7 +163,7 @@ def given_of(biased: Biased, dtype: str = "bfloat16") -> Given:
     return Given(biased, data, biased.case.semantics, biased.make(data.operands.q.dtype))
 
 
-def call(built: Any, operation: str, given: Given, *, seed: int = 1, **fields: float) -> Any:
+def call(built: Any, operation: Operation, given: Given, *, seed: int = 1, **fields: float) -> Any:
     """Results of an entry, by name; what kernels do not write is NaN."""
     operands, semantics = given.operands, given.semantics
     problem, memory = Problem.of(operands, semantics), Memory()
@@ -257,13 +264,12 @@ CASES = (
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """The kernels of the operations, by name."""
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
 
     def get(operation: str, key: KernelKey = KEY) -> Any:
         if (operation, key) not in found:
-            choose = {"fwd": choose_forward, "bwd": choose_backward, "dbias": choose_dbias}[operation]
-            folder = tmp_path_factory.mktemp(operation)
-            found[operation, key] = prebuilt(folder, f"sm90.{operation}", key, choose(key))
+            folder, chosen = tmp_path_factory.mktemp(operation), CHOICES[operation](key)
+            found[operation, key] = prebuilt(folder, f"sm90.{operation}", key, chosen)
         return found[operation, key]
 
     return get
@@ -281,7 +287,7 @@ OTHERS = [
     (heads, dtype)
     for heads in ARCHS[0].kernels("dbias").heads
     for dtype in ("bfloat16", "float16")
-    if (*heads, dtype) != (64, 64, "bfloat16")
+    if (heads == (64, 64)) != (dtype == "bfloat16")
 ]
 
 
@@ -293,3 +299,179 @@ def test_all_head_sizes_and_types_are_right(kernels, operation, heads, dtype):
         case = Case("small", head_dim=heads[0], value_dim=heads[1], **SMALL)
         given = given_of(Biased(case, "NTS", bias_dtype, hides=2), dtype)
         check(call(kernels(operation, key), operation, given), given, dtype)
+
+
+# ------------------------------------------------------------------------------------ single faults
+
+SMALLER = {"batch": 2, "q_len": 150, "kv_len": 134, "heads": 2, "kv_heads": 1}
+PLAIN = Biased(Case("plain", **SMALLER))
+BY_ROW = Biased(Case("by_row", **SMALLER), "BNT", "float32")
+BY_KEY = Biased(Case("by_key", **SMALLER), "BNS", "float32")
+SHARED = Biased(Case("shared", batch=6, q_len=70, kv_len=66, heads=3, kv_heads=1), "TS")
+CAPPED = Biased(Case("capped", soft_cap=2.0, **SMALLER), hides=3)
+LEAST = Biased(Case("least", **SMALLER), hides=5, least=float(np.finfo("float32").min))
+USED = Biased(Case("used", q_lengths=(150, 77), kv_lengths=(100, 134), **SMALLER))
+ODD = Biased(Case("odd", q_len=70, kv_len=133))
+
+
+def every_head_is_the_first(kernels):
+    """A stride of 0 over heads."""
+    right = kernels.bias.row_of
+    return {"bias.row_of": lambda bias, batch, head, row: right(bias, batch, head * 0, row)}
+
+
+def batches_are_a_head_apart(kernels):
+    """The stride over batches is that over heads."""
+    clamped = kernels.bias.clamped_row
+
+    def wrong(bias, batch, head, row):
+        least = kernels.bias.cutlass.min
+        own = least(batch, bias.batch - 1) + least(head, bias.heads - 1)
+        return own.to(kernels.bias.Int64) * bias.rows + clamped(bias, row)
+
+    return {"bias.row_of": wrong}
+
+
+def rows_are_one_further(kernels):
+    """The row below."""
+    right = kernels.bias.clamped_row
+    return {"bias.clamped_row": lambda bias, position: right(bias, position + 1)}
+
+
+def keys_are_two_further(kernels):
+    """The pair to the right, or the second key."""
+    rows, columns = kernels.fragment_bias.load_rows, kernels.fragment_bias_columns.load_columns
+    return {
+        "fragment_bias.load_rows": lambda w, b, r, key, n: rows(w, b, r, key + 2, n),
+        "fragment_bias_columns.load_columns": lambda w, b, h, row, key: columns(
+            w, b, h, row, key + 2
+        ),
+    }
+
+
+def rows_lie_closer(kernels):
+    """A wrong stride over rows."""
+    right = kernels.bias.Bias.row_bytes.fget
+    return {"bias.Bias.row_bytes": property(lambda bias: right(bias) - 8)}
+
+
+def nothing_is_clamped(kernels):
+    """Keys beyond the last are read."""
+    return {"bias.key_of": lambda bias, key: key}
+
+
+def a_cap_shows_what_is_hidden(kernels):
+    """-inf becomes the cap's negative."""
+
+    def wrong(bias, acc):
+        kernels.softmax.cap(acc, 2.0 * kernels.softmax.LOG2_E / bias.soft_cap)
+
+    return {"bias.cap": wrong}
+
+
+def large_scores_overflow(kernels):
+    """The maximum of a row is -inf in base 2."""
+    right = kernels.fragment_softmax.update
+    return {"fragment_softmax.update": lambda acc, state, scale, _: right(acc, state, scale)}
+
+
+def one_pair_stands_for_all(kernels):
+    """Of the batches and heads that share a tile, one counts."""
+    right, make = kernels.dbias_roles.bias_tile, kernels.dbias_work.Range
+
+    def wrong(variant, x, number):
+        tile = right(variant, x, number)
+        return tile._replace(pairs=make(tile.pairs.start, tile.pairs.start + 1))
+
+    return {"dbias_roles.bias_tile": wrong}
+
+
+def one_block_stands_for_all(kernels):
+    """Of the rows and keys that share a tile, the first block counts."""
+    make = kernels.dbias_work.Range
+    return {"dbias_work._swept": lambda block, *_: make(block, block + 1)}
+
+
+def parts_are_not_summed(kernels):
+    """The first part is the result."""
+    right = kernels.dbias.merge_kernel
+    return {
+        "dbias.merge_kernel": lambda d, parts, n, elements: right(d, parts, n * 0 + 1, elements)
+    }
+
+
+def rows_are_not_summed(kernels):
+    """The first row of a tile stands for all."""
+    return {"dbias_roles.sum_rows": lambda *_: None}
+
+
+def keys_are_not_summed(kernels):
+    """The keys of a thread stand for all."""
+    return {"fragment_softmax.quad_sum": lambda total: total}
+
+
+def a_cap_has_no_slope(kernels):
+    """dS is that of the capped sum."""
+    right = kernels.dbias_roles.exponentiate
+    return {"dbias_roles.exponentiate": lambda x, stats, s, _: right(x, stats, s, False)}
+
+
+def unused_rows_count(kernels):
+    """Rows beyond the sequence are added, whatever they hold."""
+    right = kernels.dbias_roles.add_products
+    return {"dbias_roles.add_products": lambda c, stats, s, dp, _: right(c, stats, s, dp, False)}
+
+
+FAULTS = [
+    ("fwd", PLAIN, every_head_is_the_first),
+    ("fwd", PLAIN, batches_are_a_head_apart),
+    ("fwd", PLAIN, rows_are_one_further),
+    ("fwd", PLAIN, keys_are_two_further),
+    ("fwd", PLAIN, rows_lie_closer),
+    ("fwd", ODD, nothing_is_clamped),
+    ("fwd", CAPPED, a_cap_shows_what_is_hidden),
+    ("fwd", LEAST, large_scores_overflow),
+    ("bwd", PLAIN, every_head_is_the_first),
+    ("bwd", PLAIN, rows_are_one_further),
+    ("bwd", PLAIN, keys_are_two_further),
+    ("bwd", ODD, nothing_is_clamped),
+    ("bwd", CAPPED, a_cap_shows_what_is_hidden),
+    ("dbias", PLAIN, every_head_is_the_first),
+    ("dbias", SHARED, one_pair_stands_for_all),
+    ("dbias", BY_KEY, one_block_stands_for_all),
+    ("dbias", SHARED, parts_are_not_summed),
+    ("dbias", BY_KEY, rows_are_not_summed),
+    ("dbias", BY_ROW, keys_are_not_summed),
+    ("dbias", CAPPED, a_cap_has_no_slope),
+    ("dbias", USED, unused_rows_count),
+]
+
+
+@pytest.mark.parametrize("operation", ["fwd", "bwd", "dbias"])
+@pytest.mark.parametrize("biased", sorted({x[1] for x in FAULTS}, key=str), ids=str)
+def test_kernels_without_a_fault_are_right(kernels, operation, biased):
+    given = given_of(biased)
+    check(call(kernels(operation), operation, given), given)
+
+
+def kernel_modules():
+    """Modules of the kernels, by their last names."""
+    names = ["bias", "softmax", "sm90.fragment_bias", "sm90.fragment_softmax"]
+    names += ["sm90.fragment_bias_columns", "sm90.dbias", "sm90.dbias_roles", "sm90.dbias_work"]
+    found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
+    return SimpleNamespace(**found)
+
+
+@pytest.mark.parametrize(
+    ("operation", "biased", "fault"), FAULTS, ids=[f"{x[0]}-{x[2].__name__}" for x in FAULTS]
+)
+def test_a_fault_is_noticed(tmp_path, monkeypatch, operation, biased, fault):
+    modules = kernel_modules()
+    for place, wrong in fault(modules).items():
+        *path, name = place.split(".")
+        home = functools.reduce(getattr, path, modules)
+        monkeypatch.setattr(home, name, wrong)
+    built = build(tmp_path, f"sm90.{operation}", KEY, CHOICES[operation](KEY))
+    given = given_of(biased)
+    with pytest.raises((AssertionError, EmulationError)):
+        check(call(built, operation, given), given)

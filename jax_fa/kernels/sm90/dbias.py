@@ -1,13 +1,13 @@
 """Hopper's gradient of a bias: dS, summed over all that the bias is broadcast along.
 
-    load        q k  dO v (0) | q k  dO v (1) | ...        of every batch and head that shares a tile
-    consume i   S dP(0)  P  sums += P (dP - delta) | S dP(1) ...        64 rows of the tile
+    load        q k  dO v (0) | q k  dO v (1) | ...      of all batches and heads of a tile
+    consume i   S dP(0)  P  sums += P (dP - delta) | S dP(1) ...      64 rows of the tile
     consume j   the same for 64 other rows
 
 A tile of the bias is in the registers of one CTA, which alone writes it: the order of the sums is
 always the same, and nothing of size [B, N, T, S] is made unless the bias is. Where tiles are few
-and shared by many, parts of those have a CTA each, and ``merge`` sums what they wrote. Roles, edges and
-memory: ``plan_dbias.py``; conventions: ``jax_fa/spec/problem.py``.
+and shared by many, parts of those have a CTA each, and ``merge`` sums what they wrote. Roles,
+edges and memory: ``plan_dbias.py``; conventions: ``jax_fa/spec/problem.py``.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from jax_fa.kernels.sm90.dbias_work import (
     make_tiles,
 )
 from jax_fa.kernels.sm90.plan_dbias import dbias_plan
-from jax_fa.spec.config_sm90 import HopperBiasGradient
+from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.key import KernelKey
 
 MERGE_THREADS = 256
@@ -47,7 +47,8 @@ def kernel(
     variant: cutlass.Constexpr, tma: Tma, arrays: Arrays, scalars: Scalars, grid: Tiles
 ) -> None:
     """Device entry: shared memory, pipelines, dispatch of roles."""
-    plan, layouts, dtype, config = variant.plan, make_layouts(variant), variant.dtype, variant.config
+    plan, layouts, config = variant.plan, make_layouts(variant), variant.config
+    dtype = variant.dtype
     threads = plan.role("consume").threads
     words_layout = cute.make_layout((4, threads, config.block_kv // 8))
     columns_layout = cute.make_layout((config.block_kv, threads // edges.WARP))

@@ -220,9 +220,7 @@ def add_products(
 
 
 @cute.jit
-def store(
-    variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, tile: BiasTile
-) -> None:
+def store(variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, tile: BiasTile) -> None:
     """Writes a tile of the gradient, summed over what the bias is broadcast along."""
     dbias, config = x.arrays.dbias, variant.config
     base, size_bytes = dbias.array.toint(), dbias.size_bytes
@@ -258,9 +256,7 @@ class RowTarget(NamedTuple):
 
 
 @cute.jit
-def store_row(
-    variant: cutlass.Constexpr, row: RowTarget, first_key: Int32, values: list
-) -> None:
+def store_row(variant: cutlass.Constexpr, row: RowTarget, first_key: Int32, values: list) -> None:
     """Writes a thread's part of a row, from key ``first_key`` on."""
     dtype = variant.dtype
     for g in cutlass.range_constexpr(len(values) // 2):

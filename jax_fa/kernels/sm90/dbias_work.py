@@ -163,9 +163,7 @@ def make_tiles(
 
 
 @cute.jit
-def _swept(
-    block: Int32, extent: Int32, length: Int32, size: cutlass.Constexpr[int]
-) -> Range:
+def _swept(block: Int32, extent: Int32, length: Int32, size: cutlass.Constexpr[int]) -> Range:
     """The blocks of a sequence that a block of an extent of the bias is added to."""
     start, end = block, block + 1
     if extent == 1:

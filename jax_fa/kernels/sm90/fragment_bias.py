@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import fragments, primitives
@@ -60,7 +60,7 @@ def load_rows(
             for r in cutlass.range_constexpr(fragments.ROWS):
                 address = rows[r] + first_key * 4
                 for g in cutlass.range_constexpr(groups):
-                    pair = biases.load_words(address + 32 * g)
+                    pair = biases.load_pair(address + 32 * g)
                     for c in cutlass.range_constexpr(2):
                         words[4 * g + 2 * r + c] = pair[c]
         else:
@@ -89,45 +89,3 @@ def add_words(acc: cute.Tensor, words: cute.Tensor, bias: Bias) -> None:
     """The sums of words that are floats, an element each."""
     for i in cutlass.range_constexpr(cute.size(acc)):
         acc[i] = acc[i] * bias.scale + biases.as_float(words[i])
-
-
-@cute.jit
-def load_columns(
-    words: cute.Tensor, bias: Bias, head: Int64, first_row: Int32, first_key: Int32
-) -> None:
-    """Starts the loads for a fragment whose rows are keys and whose columns are queries.
-
-    Args:
-        words: one for each score.
-        bias: where they come from.
-        head: address of the bias of the query head.
-        first_row: query of the thread's first column.
-        first_key: that of the thread's first row.
-    """
-    keys = [biases.key_of(bias, first_key + 8 * r) for r in range(fragments.ROWS)]
-    if bias.size_bytes == 2:
-        for i in cutlass.range_constexpr(cute.size(words) // fragments.ROWS):
-            row = biases.clamped_row(bias, first_row + fragments.column_of(i))
-            address = head + row.to(Int64) * bias.row_bytes
-            for r in cutlass.range_constexpr(fragments.ROWS):
-                at = i // 2 * 4 + 2 * r + i % 2
-                words[at] = biases.load_half(address + keys[r].to(Int64) * 2)
-    else:
-        for i in cutlass.range_constexpr(cute.size(words) // fragments.ROWS):
-            row = biases.clamped_row(bias, first_row + fragments.column_of(i))
-            address = head + row.to(Int64) * bias.row_bytes
-            for r in cutlass.range_constexpr(fragments.ROWS):
-                at = i // 2 * 4 + 2 * r + i % 2
-                words[at] = biases.load_word(address + keys[r].to(Int64) * 4)
-
-
-@cute.jit
-def add_columns(acc: cute.Tensor, words: cute.Tensor, bias: Bias, dtype: cutlass.Constexpr) -> None:
-    """Makes sums of scores: ``scale`` times the score plus what ``load_columns`` loaded, capped."""
-    if bias.size_bytes == 2:
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            element = primitives.widen(words[i], dtype)[0]
-            acc[i] = acc[i] * bias.scale + element
-    else:
-        add_words(acc, words, bias)
-    biases.cap(bias, acc)

@@ -230,9 +230,7 @@ def mask_by_place(
             )
 
 
-def rows_of_thread(
-    variant: Variant, x: ForwardContext, c: ForwardConsumer, work: Work
-) -> list[tiles.RowAt]:
+def rows_of_thread(variant: Variant, x: Any, c: Any, work: Work) -> list[tiles.RowAt]:
     """The query position and head of each of the calling thread's rows."""
     row = c.index * WGMMA_ROWS + fragments.row_in_tile(c.thread)
     return [row_of_tile(variant, x, work, row + 8 * r) for r in range(fragments.ROWS)]

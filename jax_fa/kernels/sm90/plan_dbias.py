@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from jax_fa.kernels.edges import WARP, WARPGROUP, Buffer, Edge, NamedBarrier, Plan, Role, check
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
-from jax_fa.spec.config_sm90 import HopperBiasGradient
+from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.key import KernelKey
 
 FLOAT_BYTES = 4
