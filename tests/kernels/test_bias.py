@@ -158,9 +158,14 @@ class Given(NamedTuple):
 
 
 def given_of(biased: Biased, dtype: str = "bfloat16") -> Given:
-    """The arrays of a case."""
-    data = make(biased.case, dtype)
-    return Given(biased, data, biased.case.semantics, biased.make(data.operands.q.dtype))
+    """The arrays of a case; tokens beyond the sequences are NaN."""
+    case, data = biased.case, make(biased.case, dtype)
+    x, (dout, dlse) = data
+    for lengths, arrays in ((case.q_lengths, (x.q, dout)), (case.kv_lengths, (x.k, x.v))):
+        for row, length in enumerate(lengths or ()):
+            for array in arrays:
+                array[row, length:] = np.nan
+    return Given(biased, data, case.semantics, biased.make(data.operands.q.dtype))
 
 
 def call(built: Any, operation: Operation, given: Given, *, seed: int = 1, **fields: float) -> Any:
@@ -309,7 +314,7 @@ BY_ROW = Biased(Case("by_row", **SMALLER), "BNT", "float32")
 BY_KEY = Biased(Case("by_key", **SMALLER), "BNS", "float32")
 SHARED = Biased(Case("shared", batch=6, q_len=70, kv_len=66, heads=3, kv_heads=1), "TS")
 CAPPED = Biased(Case("capped", soft_cap=2.0, **SMALLER), hides=3)
-LEAST = Biased(Case("least", **SMALLER), hides=5, least=float(np.finfo("float32").min))
+LEAST = Biased(Case("least", **SMALLER), "BNTS", "float32", 5, float(np.finfo("float32").min))
 USED = Biased(Case("used", q_lengths=(150, 77), kv_lengths=(100, 134), **SMALLER))
 ODD = Biased(Case("odd", q_len=70, kv_len=133))
 
