@@ -1,5 +1,5 @@
-// Reads FwdParams, BwdParams or DbiasParams from XLA FFI call frames. schema.h lists the arrays and attributes
-// in their order; an absent operand is an array [0] of its element type. On CUDA scratch
+// Reads FwdParams, BwdParams or DbiasParams from XLA FFI call frames. schema.h lists the arrays and
+// attributes in their order; an absent operand is an array [0] of its element type. On CUDA scratch
 // follows the results.
 #ifndef JAX_FA_ARGUMENTS_H_
 #define JAX_FA_ARGUMENTS_H_

@@ -171,6 +171,7 @@ Slot SequencesOf(const Problem& problem, const std::vector<Sequence>& sequences,
 std::vector<BiasTile> BiasTiles(const Problem& p, const std::vector<Sequence>& sequences,
                                 int64_t tile_rows, int64_t tile_keys) {
   std::vector<BiasTile> tiles;
+  if (p.bias_rows == 0 || p.bias_keys == 0) return tiles;  // of any number of batches and heads
   for (int64_t batch = 0; batch < p.bias_batch; ++batch) {
     const Slot found = SequencesOf(p, sequences, batch);
     const Sequence* first = sequences.data() + found.first;
@@ -276,8 +277,8 @@ void AttentionBiasGradientCpu(const DbiasParams& params, const ParallelFor& para
   const CpuKernels& kernels = *ChosenKernels().load();
   const Problem& problem = params.problem;
   const std::vector<Sequence> sequences = Sequences(problem, params.extras);
-  const std::vector<BiasTile> tiles = BiasTiles(problem, sequences, kernels.bias_tile_rows(problem),
-                                                kernels.tile_rows(problem));
+  const std::vector<BiasTile> tiles =
+      BiasTiles(problem, sequences, kernels.bias_tile_rows(problem), kernels.tile_rows(problem));
   parallel_for(static_cast<int64_t>(tiles.size()), [&](int64_t i) {
     const AlignedFloats scratch(kernels.bias_scratch_floats(problem));
     kernels.bias_gradient(params, tiles[i], scratch.get());

@@ -64,8 +64,17 @@ Problem RandomProblem(Fuzz& fuzz, bool is_packed) {
     p.mask_rows = fuzz.OneOf<int64_t>({1, p.q_len, (p.q_len + kMaskBlock - 1) / kMaskBlock});
     p.mask_width = fuzz.OneOf<int64_t>({1, (p.kv_len + 31) / 32});
   }
+  if (!is_packed && fuzz.Maybe(40)) {
+    p.bias_batch = fuzz.OneOf<int64_t>({1, p.batch});
+    p.bias_heads = fuzz.OneOf<int64_t>({1, p.num_q_heads});
+    p.bias_rows = fuzz.OneOf<int64_t>({1, p.q_len});
+    p.bias_keys = fuzz.OneOf<int64_t>({1, p.kv_len});
+    p.bias_bytes = p.dtype == DType::kF32 ? 4 : fuzz.OneOf<int64_t>({2, 4});
+  }
   return p;
 }
+
+DType BiasType(const Problem& p) { return p.bias_bytes == 4 ? DType::kF32 : p.dtype; }
 
 const int32_t* Ints(Fuzz& fuzz, Heap& heap, int64_t count, int64_t largest, bool is_sorted) {
   std::vector<int32_t> values(count);
@@ -97,6 +106,8 @@ Extras RandomExtras(Fuzz& fuzz, Heap& heap, const Problem& p, bool is_packed) {
     extras.mask_words = heap.Copy(values);
     extras.mask_map = heap.Copy(std::vector<int32_t>{0});  // the CPU does without
   }
+  const int64_t biases = p.bias_batch * p.bias_heads * p.bias_rows * p.bias_keys;
+  if (biases > 0) extras.bias = heap.Data(fuzz, BiasType(p), biases, fuzz.Maybe(50));
   if (fuzz.Maybe(30)) {
     extras.sinks = static_cast<const float*>(
         heap.Data(fuzz, DType::kF32, sequences * p.num_q_heads, fuzz.Maybe(50)));
@@ -117,8 +128,8 @@ struct Result {
   bool IsSame() const { return AreEqual(runs[0], runs[1], bytes); }
 };
 
-// Forward and backward of one problem, each with one thread and with several. False if a result is
-// not what it has to be.
+// Forward, backward and the gradient of a bias of one problem, each with one thread and with
+// several. False if a result is not what it has to be.
 bool Run(uint64_t seed) {
   Fuzz fuzz(seed);
   Heap heap;
@@ -175,8 +186,24 @@ bool Run(uint64_t seed) {
     AttentionBackwardCpu(backward, Threads(threads[run]));
   }
 
+  DbiasParams of_bias{};
+  of_bias.problem = p;
+  of_bias.extras = forward.extras;
+  of_bias.q = forward.q;
+  of_bias.k = forward.k;
+  of_bias.v = forward.v;
+  of_bias.lse = backward.lse;
+  of_bias.dout = backward.dout;
+  of_bias.delta = static_cast<const float*>(heap.Data(fuzz, DType::kF32, q_rows, is_hostile));
+  const int64_t biases = p.bias_batch * p.bias_heads * p.bias_rows * p.bias_keys;
+  const Result dbias(heap, "dbias", biases * p.bias_bytes);
+  for (int run : {0, 1}) {
+    of_bias.dbias = dbias.runs[run];
+    if (p.bias_bytes > 0) AttentionBiasGradientCpu(of_bias, Threads(threads[run]));
+  }
+
   bool ok = true;
-  for (const Result* result : {&out, &lse, &dq, &dk, &dv, &dsinks}) {
+  for (const Result* result : {&out, &lse, &dq, &dk, &dv, &dsinks, &dbias}) {
     if (result->IsSame()) continue;
     std::printf("FAILED seed %llu [%s]: %s was not written completely, or depends on threads\n",
                 static_cast<unsigned long long>(seed), CpuIsa(), result->name);

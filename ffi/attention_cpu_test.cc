@@ -15,11 +15,12 @@
 #include <thread>
 #include <vector>
 
+#include "attention_cpu_tensor.h"
+
 namespace jax_fa {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 int passed = 0;
 int failed = 0;
@@ -42,81 +43,6 @@ ParallelFor Threads(int num_threads) {
   };
 }
 
-// ---- Element types, one number at a time --------------------------------------------------------
-
-uint32_t Bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-float FromBits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-float HalfToFloat(uint16_t h) {
-  const int exponent = (h >> 10) & 31;
-  const int mantissa = h & 1023;
-  const float sign = h & 0x8000 ? -1.0f : 1.0f;
-  if (exponent == 31) return mantissa ? kNan : sign * std::numeric_limits<float>::infinity();
-  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -24);
-  return sign * std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
-}
-
-// To the nearest half, ties to even; std::nearbyint does the rounding.
-uint16_t FloatToHalf(float x) {
-  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
-  if (std::isnan(x)) return 0x7e00;
-  const float magnitude = std::fabs(x);
-  if (magnitude >= 65520.0f) return sign | 0x7c00;
-  if (magnitude == 0) return sign;
-  int exponent = 0;
-  std::frexp(magnitude, &exponent);
-  exponent = std::max(exponent, -13);  // unit in the last place: 2^(exponent - 11)
-  const int units = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 11 - exponent)));
-  return sign | static_cast<uint16_t>(units + ((exponent + 13) << 10));
-}
-
-// An array of the tested element type: floats here, stored bytes for the kernels.
-struct Tensor {
-  DType dtype = DType::kF32;
-  std::vector<char> bytes;
-
-  Tensor(DType dtype_in, int64_t count, float fill = kNan) : dtype(dtype_in) {
-    bytes.resize(count * (dtype == DType::kF32 ? 4 : 2));
-    for (int64_t i = 0; i < count; ++i) Set(i, fill);
-  }
-  int64_t size() const { return bytes.size() / (dtype == DType::kF32 ? 4 : 2); }
-  void Set(int64_t i, float x) {
-    if (dtype == DType::kF32) {
-      std::memcpy(&bytes[4 * i], &x, 4);
-      return;
-    }
-    const uint32_t bits = Bits(x);
-    const uint16_t bf16 = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
-    const uint16_t half = dtype == DType::kBF16 ? bf16 : FloatToHalf(x);
-    std::memcpy(&bytes[2 * i], &half, 2);
-  }
-  float operator[](int64_t i) const {
-    if (dtype == DType::kF32) {
-      float x;
-      std::memcpy(&x, &bytes[4 * i], 4);
-      return x;
-    }
-    uint16_t half;
-    std::memcpy(&half, &bytes[2 * i], 2);
-    return dtype == DType::kBF16 ? FromBits(uint32_t{half} << 16) : HalfToFloat(half);
-  }
-};
-
-std::vector<double> Doubles(const Tensor& tensor) {
-  std::vector<double> values(tensor.size());
-  for (int64_t i = 0; i < tensor.size(); ++i) values[i] = tensor[i];
-  return values;
-}
-
 // ---- One problem with its operands --------------------------------------------------------------
 
 struct Case {
@@ -125,7 +51,7 @@ struct Case {
   std::vector<int32_t> q_lengths, kv_lengths, cu_q, cu_k, q_segments, kv_segments, q_offset;
   std::vector<float> sinks;
   std::vector<float> dlse;
-  std::vector<double> q, k, v, dout;
+  std::vector<double> q, k, v, dout, bias;
 
   bool IsPacked() const { return !cu_q.empty(); }
   int64_t QTokens() const { return problem.batch * problem.q_len; }
@@ -137,7 +63,15 @@ struct Case {
     const auto at = [](const std::vector<int32_t>& x) { return x.empty() ? nullptr : x.data(); };
     return {at(q_lengths),  at(kv_lengths),  at(cu_q),     at(cu_k),
             at(q_segments), at(kv_segments), at(q_offset), sinks.empty() ? nullptr : sinks.data(),
-            nullptr,        nullptr};
+            nullptr,        nullptr,         nullptr};
+  }
+  DType BiasType() const { return problem.bias_bytes == 4 ? DType::kF32 : problem.dtype; }
+  // Where the bias of a pair is.
+  int64_t BiasAt(int64_t m, int64_t head, int64_t i, int64_t j) const {
+    const Problem& p = problem;
+    const auto index = [](int64_t extent, int64_t x) { return extent == 1 ? 0 : x; };
+    const int64_t slice = index(p.bias_batch, m) * p.bias_heads + index(p.bias_heads, head);
+    return (slice * p.bias_rows + index(p.bias_rows, i)) * p.bias_keys + index(p.bias_keys, j);
   }
 };
 
@@ -173,7 +107,7 @@ bool Sees(const Case& c, int64_t m, int64_t i, int64_t j) {
 }
 
 struct Results {
-  std::vector<double> out, lse, dq, dk, dv, dsinks;
+  std::vector<double> out, lse, dq, dk, dv, dsinks, dbias;
 };
 
 double Dot(const double* a, const double* b, int64_t n) {
@@ -193,13 +127,15 @@ void ReferenceRow(const Case& c, int64_t m, int64_t i, int64_t head, Results* r)
 
   std::vector<int64_t> keys;
   for (int64_t j = 0; j < kv.used; ++j) {
-    if (Sees(c, m, i, j)) keys.push_back(j);
+    const bool is_shown = c.bias.empty() || c.bias[c.BiasAt(m, head, i, j)] != -kInf;
+    if (is_shown && Sees(c, m, i, j)) keys.push_back(j);
   }
   const double sink = c.sinks.empty() ? -kInf : c.sinks[m * p.num_q_heads + head];
   std::vector<double> z(keys.size()), slope(keys.size(), 1.0);
   double max = sink;
   for (size_t a = 0; a < keys.size(); ++a) {
     z[a] = p.scale * Dot(&c.q[row * D], &c.k[key_row(keys[a]) * D], D);
+    if (!c.bias.empty()) z[a] += c.bias[c.BiasAt(m, head, i, keys[a])];
     if (p.soft_cap > 0) {
       const double t = std::tanh(z[a] / p.soft_cap);
       z[a] = p.soft_cap * t;
@@ -225,7 +161,9 @@ void ReferenceRow(const Case& c, int64_t m, int64_t i, int64_t head, Results* r)
   for (size_t a = 0; a < keys.size(); ++a) {
     const int64_t key = key_row(keys[a]);
     const double prob = std::exp(z[a] - lse);
-    const double ds = p.scale * slope[a] * prob * (Dot(dout, &c.v[key * Dv], Dv) - delta);
+    const double dz = slope[a] * prob * (Dot(dout, &c.v[key * Dv], Dv) - delta);
+    if (!c.bias.empty()) r->dbias[c.BiasAt(m, head, i, keys[a])] += dz;
+    const double ds = p.scale * dz;
     for (int64_t d = 0; d < D; ++d) {
       r->dq[row * D + d] += ds * c.k[key * D + d];
       r->dk[key * D + d] += ds * c.q[row * D + d];
@@ -243,6 +181,7 @@ Results Reference(const Case& c) {
   r.dk.assign(c.KvRows() * p.head_dim, 0);
   r.dv.assign(c.KvRows() * p.value_dim, 0);
   r.dsinks.assign(c.sinks.size(), 0);
+  r.dbias.assign(c.bias.size(), 0);
   for (int64_t m = 0; m < p.num_sequences; ++m) {
     for (int64_t i = 0; i < QuerySpan(c, m).used; ++i) {
       for (int64_t head = 0; head < p.num_q_heads; ++head) ReferenceRow(c, m, i, head, &r);
@@ -273,20 +212,45 @@ Tensor Store(const Case& c, const std::vector<double>& values, bool queries) {
 }
 
 struct KernelResults {
-  Tensor out, dq, dk, dv;
+  Tensor out, dq, dk, dv, dbias;
   std::vector<float> lse, dsinks;
 };
+
+Tensor Rounded(DType dtype, const std::vector<double>& values) {
+  Tensor tensor(dtype, values.size());
+  for (size_t i = 0; i < values.size(); ++i) tensor.Set(i, values[i]);
+  return tensor;
+}
+
+// What the gradient of a bias takes of a backward; NaN in rows that nobody uses.
+std::vector<float> Delta(const Case& c, const Tensor& out, const Tensor& dout,
+                         const std::vector<float>& dlse) {
+  const int64_t width = c.problem.value_dim;
+  std::vector<float> delta(c.QRows(), 0.0f);
+  for (int64_t row = 0; row < c.QRows(); ++row) {
+    for (int64_t d = 0; d < width; ++d) delta[row] += out[row * width + d] * dout[row * width + d];
+    if (!dlse.empty()) delta[row] -= dlse[row];
+  }
+  return delta;
+}
 
 KernelResults RunKernels(const Case& c, int num_threads = 2) {
   const Problem& p = c.problem;
   const Tensor q = Store(c, c.q, true), k = Store(c, c.k, false), v = Store(c, c.v, false);
   const Tensor dout = Store(c, c.dout, true);
-  KernelResults r = {Tensor(p.dtype, c.dout.size()),      Tensor(p.dtype, c.q.size()),
-                     Tensor(p.dtype, c.k.size()),         Tensor(p.dtype, c.v.size()),
-                     std::vector<float>(c.QRows(), kNan), std::vector<float>(c.sinks.size(), kNan)};
-  AttentionForwardCpu({p, c.extras(), q.bytes.data(), k.bytes.data(), v.bytes.data(),
-                       r.out.bytes.data(), r.lse.data()},
-                      Threads(num_threads));
+  const Tensor bias = Rounded(c.BiasType(), c.bias);
+  Extras extras = c.extras();
+  extras.bias = c.bias.empty() ? nullptr : bias.bytes.data();
+  KernelResults r = {Tensor(p.dtype, c.dout.size()),
+                     Tensor(p.dtype, c.q.size()),
+                     Tensor(p.dtype, c.k.size()),
+                     Tensor(p.dtype, c.v.size()),
+                     Tensor(c.BiasType(), c.bias.size()),
+                     std::vector<float>(c.QRows(), kNan),
+                     std::vector<float>(c.sinks.size(), kNan)};
+  AttentionForwardCpu(
+      {p, extras, q.bytes.data(), k.bytes.data(), v.bytes.data(), r.out.bytes.data(), r.lse.data()},
+      Threads(num_threads));
 
   const std::vector<bool> used = Used(c, true);
   Tensor out = r.out;
@@ -299,7 +263,7 @@ KernelResults RunKernels(const Case& c, int num_threads = 2) {
   }
   BwdParams backward{};
   backward.problem = p;
-  backward.extras = c.extras();
+  backward.extras = extras;
   backward.q = q.bytes.data();
   backward.k = k.bytes.data();
   backward.v = v.bytes.data();
@@ -312,6 +276,19 @@ KernelResults RunKernels(const Case& c, int num_threads = 2) {
   backward.dv = r.dv.bytes.data();
   backward.dsinks = c.sinks.empty() ? nullptr : r.dsinks.data();
   AttentionBackwardCpu(backward, Threads(num_threads));
+  if (c.bias.empty()) return r;
+  const std::vector<float> delta = Delta(c, out, dout, dlse);
+  DbiasParams of_bias{};
+  of_bias.problem = p;
+  of_bias.extras = extras;
+  of_bias.q = q.bytes.data();
+  of_bias.k = k.bytes.data();
+  of_bias.v = v.bytes.data();
+  of_bias.lse = lse.data();
+  of_bias.dout = dout.bytes.data();
+  of_bias.delta = delta.data();
+  of_bias.dbias = r.dbias.bytes.data();
+  AttentionBiasGradientCpu(of_bias, Threads(num_threads));
   return r;
 }
 
@@ -346,6 +323,9 @@ void CheckCase(const Case& c) {
   CheckClose(c, "dk", Doubles(got.dk), want.dk, tolerance);
   CheckClose(c, "dv", Doubles(got.dv), want.dv, tolerance);
   CheckClose(c, "dsinks", Doubles(got.dsinks), want.dsinks, tolerance);
+  const double pairs = static_cast<double>(c.QRows()) * c.problem.kv_len;
+  const double terms = std::max(1.0, pairs / std::max<size_t>(c.bias.size(), 1));
+  CheckClose(c, "dbias", Doubles(got.dbias), want.dbias, tolerance * std::sqrt(terms));
 }
 
 // ---- Cases --------------------------------------------------------------------------------------
@@ -399,6 +379,18 @@ void FillOperands(Random& random, Case* c) {
   c->dout = random.Normals(p.dtype, c->QRows() * p.value_dim);
 }
 
+// A bias that is the same along some dimensions, and hides some pairs.
+void AddBias(Random& random, Case* c) {
+  Problem& p = c->problem;
+  p.bias_batch = random.Maybe(50) ? 1 : p.batch;
+  p.bias_heads = random.Maybe(50) ? 1 : p.num_q_heads;
+  p.bias_rows = random.Maybe(40) ? 1 : p.q_len;
+  p.bias_keys = random.Maybe(40) ? 1 : p.kv_len;
+  p.bias_bytes = p.dtype == DType::kF32 || random.Maybe(40) ? 4 : 2;
+  c->bias = random.Normals(c->BiasType(), p.bias_batch * p.bias_heads * p.bias_rows * p.bias_keys);
+  for (double& x : c->bias) x = random.Maybe(10) ? -kInf : x;
+}
+
 // Borders of packed slots: some empty, tokens before the first and after the last in no slot.
 std::vector<int32_t> Borders(Random& random, int slots, int total) {
   std::vector<int32_t> borders = random.Ints(slots + 1, 0, total);
@@ -446,6 +438,7 @@ Case RandomCase(unsigned seed, int max_len) {
   if (random.Maybe(40)) {
     for (int i = 0; i < c.QRows(); ++i) c.dlse.push_back(random.Normal());
   }
+  if (!is_packed && random.Maybe(40)) AddBias(random, &c);
   FillOperands(random, &c);
   return c;
 }
@@ -487,6 +480,7 @@ void TestReferenceAgainstFiniteDifferences() {
     check(c.q, r.dq, 1e-5);
     check(c.k, r.dk, 1e-5);
     check(c.v, r.dv, 1e-5);
+    if (!c.bias.empty()) check(c.bias, r.dbias, 1e-5);
     // Sinks are float32: the step must be one that float32 can take exactly.
     for (float& sink : c.sinks) sink = std::round(sink * 64) / 64;
     if (!c.sinks.empty()) check(c.sinks, Reference(c).dsinks, std::ldexp(1.0, -13));
@@ -507,6 +501,10 @@ void TestManyTiles() {
     c.problem.bottom_right = true;
     FillOperands(random, &c);
     CheckCase(c);
+    for (int i = 0; i < 4; ++i) {
+      AddBias(random, &c);
+      CheckCase(c);
+    }
   }
   Case wide = PlainCase(DType::kBF16, 1, 70, 130, 1, 1, 320, 512);
   wide.name = "wide heads";
@@ -532,12 +530,13 @@ void TestRepeatableForAnyNumberOfThreads() {
   c.problem.window_right = 0;
   c.sinks.assign(8, 0.1f);
   FillOperands(random, &c);
+  AddBias(random, &c);
   const KernelResults one = RunKernels(c, 1);
   for (int num_threads : {2, 3, 7}) {
     const KernelResults many = RunKernels(c, num_threads);
     Check(one.out.bytes == many.out.bytes && one.lse == many.lse && one.dsinks == many.dsinks &&
               one.dq.bytes == many.dq.bytes && one.dk.bytes == many.dk.bytes &&
-              one.dv.bytes == many.dv.bytes,
+              one.dv.bytes == many.dv.bytes && one.dbias.bytes == many.dbias.bytes,
           "same bits with 1 and " + std::to_string(num_threads) + " threads");
   }
 }
@@ -667,6 +666,24 @@ void TestLargeLogitsLoseLittleMoreThanTheirLse() {
   Check(std::sqrt(error / size) < 1.2e-5, text);
 }
 
+// An LSE of -1e9 has units of 64. What that does to probabilities must stay below 1.
+void TestRowsOfVeryLowBiasKeepFiniteGradients() {
+  Random random(11);
+  Case c = PlainCase(DType::kF32, 1, 40, 60, 2, 1, 16, 16);
+  FillOperands(random, &c);
+  c.problem.bias_batch = c.problem.bias_heads = c.problem.bias_rows = c.problem.bias_keys = 1;
+  c.problem.bias_bytes = 4;
+  for (const double low : {-1e9, -3e9, -1.7e38}) {
+    c.bias = {low};
+    const KernelResults r = RunKernels(c);
+    bool is_small = true;
+    for (const Tensor* x : {&r.dq, &r.dk, &r.dv, &r.dbias}) {
+      for (double value : Doubles(*x)) is_small = is_small && std::fabs(value) < 1e5;
+    }
+    Check(is_small, "gradients of rows with a very low bias");
+  }
+}
+
 void TestUnboundedSidesIgnoreOffset() {
   Random random(7);
   Case c = PlainCase(DType::kF32, 1, 3, 5, 1, 1, 4, 4);
@@ -710,6 +727,7 @@ int Main() {
     TestNanStaysWhereItIsVisible();
     TestExtremeLogits();
     TestLargeLogitsLoseLittleMoreThanTheirLse();
+    TestRowsOfVeryLowBiasKeepFiniteGradients();
     TestUnboundedSidesIgnoreOffset();
     TestBrokenBordersStayInBounds();
     std::printf("tested %s\n", isa);

@@ -1,5 +1,5 @@
-// What a tile of the CPU kernels is made of: the rows of both sides, which of them see which, what a
-// bias adds to their scores, and how they come and go between arrays and scratch.
+// What a tile of the CPU kernels is made of: the rows of both sides, which of them see which, what
+// a bias adds to their scores, and how they come and go between arrays and scratch.
 //
 // Everything has internal linkage (see the HAZARD in attention_cpu_kernels.h).
 #ifndef JAX_FA_ATTENTION_CPU_TILE_H_
@@ -38,11 +38,7 @@ struct Side {
 // The `group` query heads from `head` on.
 Side QuerySide(const Problem& problem, const Extras& extras, const Sequence& sequence, int64_t head,
                int64_t group) {
-  return {sequence.q_first,
-          head,
-          problem.num_q_heads,
-          group,
-          sequence.window.q_len * group,
+  return {sequence.q_first, head, problem.num_q_heads, group, sequence.window.q_len * group,
           extras.q_segments};
 }
 

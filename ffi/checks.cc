@@ -78,7 +78,8 @@ Complaint CheckBiasExtents(const Problem& p) {
   }
   for (const auto& extent : extents) {
     if (is_absent ? extent.value != 0 : extent.value != 1 && extent.value != extent.full) {
-      const std::string expected = is_absent ? "0" : "1 or " + std::to_string(extent.full);
+      const std::string full = extent.full == 1 ? "" : " or " + std::to_string(extent.full);
+      const std::string expected = is_absent ? "0" : "1" + full;
       return "bias should have " + expected + " " + extent.name + ", but has " +
              std::to_string(extent.value);
     }

@@ -51,7 +51,7 @@ int64_t BytesOf(XLA_FFI_DataType dtype) {
 }
 
 XLA_FFI_DataType TypeOf(const Array& array, XLA_FFI_DataType element) {
-  if (array.element == Element::kElement) return element;
+  if (array.element == Element::kElement || array.element == Element::kBias) return element;
   return array.element == Element::kInt32 ? kS32 : kF32;
 }
 
@@ -69,7 +69,7 @@ int64_t NumElements(const Shaped& array) {
 
 // What is called, before it has memory.
 struct Plan {
-  bool backward;
+  int operation;  // 0: forward, 1: backward, 2: gradient of a bias
   bool cuda;
   std::vector<Shaped> operands, results;
   std::map<std::string, FfiAttribute> attributes;
@@ -78,11 +78,11 @@ struct Plan {
 
 Plan FaultlessPlan(Fuzz& fuzz) {
   Plan plan{};
-  plan.backward = fuzz.Maybe(50);
+  plan.operation = static_cast<int>(fuzz.Int(0, 2));
   plan.cuda = fuzz.Maybe(25);
   const auto dtype =
       fuzz.OneOf({XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16, XLA_FFI_DataType_F16});
-  const bool is_packed = fuzz.Maybe(40);
+  const bool is_packed = plan.operation < 2 && fuzz.Maybe(40);
   const int64_t batch = is_packed ? 1 : fuzz.Int(0, 3);
   const int64_t sequences = is_packed ? fuzz.Int(0, 9) : batch;
   const int64_t q_len = fuzz.OneOf<int64_t>({0, 1, 2, 7, 33, 130});
@@ -101,17 +101,27 @@ Plan FaultlessPlan(Fuzz& fuzz) {
     p.mask_rows = fuzz.OneOf<int64_t>({1, q_len, (q_len + kMaskBlock - 1) / kMaskBlock});
     p.mask_width = fuzz.OneOf<int64_t>({1, (kv_len + 31) / 32});
   }
+  const bool has_bias = plan.operation == 2 || (!is_packed && fuzz.Maybe(30));
+  const bool is_bias_float32 = fuzz.Maybe(50);
+  if (has_bias) {
+    p.bias_batch = fuzz.OneOf<int64_t>({1, batch});
+    p.bias_heads = fuzz.OneOf<int64_t>({1, heads});
+    p.bias_rows = fuzz.OneOf<int64_t>({1, q_len});
+    p.bias_keys = fuzz.OneOf<int64_t>({1, kv_len});
+  }
   const auto is_present = [&](const Array& array) {
     const std::string name = array.name;
     if (name.find("cu_seqlens") == 0) return is_packed;
     if (name.find("segments") != std::string::npos) return has_segments;
     if (name.find("sinks") != std::string::npos) return has_sinks;
     if (name.find("mask_") == 0) return has_mask;
+    if (name.find("bias") != std::string::npos) return has_bias;
     return !array.is_optional || fuzz.Maybe(40);
   };
   const auto add = [&, extents = ExtentsOf(p)](const Array& array, std::vector<Shaped>* arrays) {
     arrays->push_back({TypeOf(array, dtype), {0}});
     if (!is_present(array)) return;
+    if (array.element == Element::kBias && is_bias_float32) arrays->back().dtype = kF32;
     arrays->back().shape.clear();
     for (size_t i = 0; i < array.rank; ++i) {
       arrays->back().shape.push_back(extents[array.dims[i]]);
@@ -122,7 +132,9 @@ Plan FaultlessPlan(Fuzz& fuzz) {
     Params::Operands(none, [&](const Array& array, auto&) { add(array, &plan.operands); });
     Params::Results(none, [&](const Array& array, auto&) { add(array, &plan.results); });
   };
-  plan.backward ? add_all(BwdParams{}) : add_all(FwdParams{});
+  if (plan.operation == 0) add_all(FwdParams{});
+  if (plan.operation == 1) add_all(BwdParams{});
+  if (plan.operation == 2) add_all(DbiasParams{});
   plan.attributes = {{"scale", fuzz.OneOf({0.125f, 1.0f, 0.0f, -1.0f, 1e-45f, 3e38f})},
                      {"soft_cap", fuzz.OneOf({0.0f, 0.0f, 30.0f, 1e-45f, 3e38f})},
                      {"window_left", fuzz.OneOf<int32_t>({kUnbounded, kUnbounded, 3, -2, 0})},
@@ -178,11 +190,15 @@ void SetExtents(Fuzz& fuzz, Plan* plan) {
   const auto added = optional.end() - FwdParams::kNumAddedOperands;
   plan->operands.insert(plan->operands.end(), optional.begin(), added);
   plan->results = {out, lse};
-  if (plan->backward) {
+  if (plan->operation == 1) {
     plan->operands.insert(plan->operands.end(), {out, lse, out, lse});
     plan->results = {q, k, v, {kF32, {0}}};
   }
+  if (plan->operation == 2) plan->operands.insert(plan->operands.end(), {lse, out, lse});
   plan->operands.insert(plan->operands.end(), added, optional.end());
+  const Shaped bias{dtype, {batch, heads, q_len, kv_len}};
+  if (plan->operation == 2 || fuzz.Maybe(30)) plan->operands.back() = bias;
+  if (plan->operation == 2) plan->results = {bias};
 }
 
 FfiAttribute AnyAttribute(Fuzz& fuzz) {
@@ -315,7 +331,8 @@ bool Run(uint64_t seed, bool* accepted) {
       if (NumElements(array) == kManyElements) return true;  // one fault gave elements to another's
     }
   }
-  XLA_FFI_Handler* handlers[2][2] = {{kForwardCpu, kBackwardCpu}, {kForwardCuda, kBackwardCuda}};
+  XLA_FFI_Handler* handlers[2][3] = {{kForwardCpu, kBackwardCpu, kBiasGradientCpu},
+                                     {kForwardCuda, kBackwardCuda, kBiasGradientCuda}};
   FfiCall call;
   call.operands = Operands(fuzz, heap, plan, fuzz.Maybe(25));
   call.attributes = plan.attributes;
@@ -328,7 +345,7 @@ bool Run(uint64_t seed, bool* accepted) {
     }
     call.results = results[run];
     call.num_threads = run == 0 ? 1 : 3;
-    outcomes[run] = Invoke(handlers[plan.cuda][plan.backward], call);
+    outcomes[run] = Invoke(handlers[plan.cuda][plan.operation], call);
   }
   *accepted = outcomes[0].ok();
 

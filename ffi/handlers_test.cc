@@ -108,13 +108,13 @@ void Refuses(XLA_FFI_Handler* handler, const Call& call, const std::string& word
 void NumbersOfArraysAreCounted() {
   Call missing(false, {});
   missing.ffi.operands.resize(9);
-  Refuses(
-      kForwardCpu, missing,
-      "jax_fa forward: takes 13 operands (q, k, v, q_lengths, kv_lengths, cu_seqlens_q, "
-      "cu_seqlens_k, q_segments, kv_segments, q_offset, sinks, mask_words, mask_map), but got 9");
+  Refuses(kForwardCpu, missing,
+          "jax_fa forward: takes 14 operands (q, k, v, q_lengths, kv_lengths, cu_seqlens_q, "
+          "cu_seqlens_k, q_segments, kv_segments, q_offset, sinks, mask_words, mask_map, "
+          "bias), but got 9");
   Call extra(true, {});
   extra.ffi.operands.push_back(extra.Array(kF32, {3}));
-  Refuses(kBackwardCpu, extra, "jax_fa backward: takes 17 operands");
+  Refuses(kBackwardCpu, extra, "jax_fa backward: takes 18 operands");
   for (int num_results : {0, 1, 3, 5}) {
     Call call(false, {});
     call.ffi.results.resize(num_results, call.Array(kF32, {2}));

@@ -70,7 +70,8 @@ std::optional<std::string> Mismatch(const Variant& variant, const Problem& p) {
   const Takes& takes = variant.takes;
   const Takes got{p.dtype, p.head_dim, p.value_dim, p.num_splits > 1, p.bias_bytes > 0};
   if (takes.dtype == got.dtype && takes.head_dim == got.head_dim &&
-      takes.value_dim == got.value_dim && takes.is_split == got.is_split && takes.has_bias == got.has_bias) {
+      takes.value_dim == got.value_dim && takes.is_split == got.is_split &&
+      takes.has_bias == got.has_bias) {
     return std::nullopt;
   }
   return std::string(variant.object.name) + " takes " + ToString(takes) + ", but is called with " +

@@ -53,8 +53,8 @@ const Table& KernelTable();
 // The family whose kernels of `operation` a device runs, or null if none are written for it.
 const char* FamilyOf(const char* operation, int32_t capability);
 
-// The variant of `operation` ("fwd", "bwd" or "dbias") and `family` named `kernel`, or a complaint: why
-// there is none, and what to do about it.
+// The variant of `operation` ("fwd", "bwd" or "dbias") and `family` named `kernel`, or a complaint:
+// why there is none, and what to do about it.
 struct Lookup {
   const Variant* variant;
   std::string complaint;

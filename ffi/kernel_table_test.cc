@@ -13,8 +13,8 @@ namespace {
 
 Object Named(const char* name) { return {name, nullptr, nullptr, nullptr, nullptr, 0}; }
 
-constexpr Takes kPlain{DType::kBF16, 128, 128, false};
-constexpr Takes kSplit{DType::kBF16, 128, 128, true};
+constexpr Takes kPlain{DType::kBF16, 128, 128, false, false};
+constexpr Takes kSplit{DType::kBF16, 128, 128, true, false};
 
 const Variant variants[] = {
     {kPlain, Named("fwd_sm90_bf16_d128_full")},
@@ -87,6 +87,9 @@ void AVariantTakesWhatItWasCompiledFor() {
     other.*field = 64;
     Check(Mismatch(variants[0], other).has_value(), "a head size");
   }
+  problem.bias_bytes = 2;
+  Check(Mismatch(variants[0], problem).has_value(), "a bias it does not read");
+  problem.bias_bytes = 0;
   problem.dtype = DType::kF16;
   Check(Mismatch(variants[0], problem).has_value(), "an element type");
 }

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
@@ -46,8 +47,7 @@ nb::dict Registrations() {
   nb::dict cuda;
   cuda["jax_fa_fwd_v1"] = Stages(jax_fa::kInitializeForwardCuda, jax_fa::kForwardCuda);
   cuda["jax_fa_bwd_v1"] = Stages(jax_fa::kInitializeBackwardCuda, jax_fa::kBackwardCuda);
-  cuda["jax_fa_dbias_v1"] =
-      Stages(jax_fa::kInitializeBiasGradientCuda, jax_fa::kBiasGradientCuda);
+  cuda["jax_fa_dbias_v1"] = Stages(jax_fa::kInitializeBiasGradientCuda, jax_fa::kBiasGradientCuda);
   nb::dict platforms;
   platforms["cpu"] = cpu;
   platforms["CUDA"] = cuda;

@@ -102,7 +102,7 @@ class AttentionFn:
             query: [batch..., T, N, D].
             key: [batch..., S, K, D]; N is a multiple of K.
             value: [batch..., S, K, Dv].
-            bias: added to the scaled logits, broadcastable to [batch..., N, T, S]; runs unfused.
+            bias: added to the scaled logits, broadcastable to [batch..., N, T, S].
             mask: any dtype, nonzero where a query sees a key; shapes as for bias.
             broadcast_dropout: ignored, since there is no dropout.
             dropout_rng: ignored, since there is no dropout.

@@ -25,25 +25,28 @@ def test_version_is_the_one_python_needs():
 
 
 def test_operands_and_results_have_one_order_on_both_sides():
-    assert _jax_fa.operand_names(False) == [*Operands._fields, "out", "lse"]
+    assert _jax_fa.operand_names("fwd") == [*Operands._fields, "out", "lse"]
     results = [f"d{name}" for name in Gradients._fields if name != "bias"]
     *first, words, blocks, bias = Operands._fields
     saved = ["out", "lse", "dout", "dlse"]
-    assert _jax_fa.operand_names(True) == [*first, *saved, words, blocks, bias, *results]
+    assert _jax_fa.operand_names("bwd") == [*first, *saved, words, blocks, bias, *results]
+    rows = bindings.Rows._fields
+    assert _jax_fa.operand_names("dbias") == [*first, *rows, words, blocks, bias, "dbias"]
 
 
-def test_a_program_from_before_masks_still_runs():
+@pytest.mark.parametrize("lacking", [1, 3], ids=["biases", "masks"])
+def test_a_program_from_before_biases_or_masks_still_runs(lacking):
     """It hands over fewer operands: those that were added stand last."""
     x = jnp.ones((1, 4, 2, 8))
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, 4, 2), x.dtype))
     attributes = bindings._attributes(Semantics(1.0))
-    arrays = bindings._inputs("fwd", Operands(x, x, x), None)[:-2]
+    arrays = bindings._inputs("fwd", Operands(x, x, x), None)[:-lacking]
     out, lse = jax.ffi.ffi_call(bindings.FORWARD_TARGET, results)(*arrays, **attributes)
     np.testing.assert_allclose(out, x, rtol=1e-6)
     saved = bindings.Saved(out, lse, x, jnp.zeros_like(lse))
     gradients = [jax.ShapeDtypeStruct(x.shape, x.dtype)] * 3
     gradients.append(jax.ShapeDtypeStruct((0,), x.dtype))
-    arrays = bindings._inputs("bwd", Operands(x, x, x), saved)[:-2]
+    arrays = bindings._inputs("bwd", Operands(x, x, x), saved)[:-lacking]
     dq, dk, dv, _ = jax.ffi.ffi_call(bindings.BACKWARD_TARGET, gradients)(*arrays, **attributes)
     np.testing.assert_allclose(dv, x, rtol=1e-6)
     assert not np.asarray(dq).any() and not np.asarray(dk).any()
@@ -67,7 +70,7 @@ def test_a_program_that_calls_compiled_mask_functions_is_refused():
 
 def test_every_registered_target_is_versioned_and_known_to_export():
     names = {name for targets in _jax_fa.registrations().values() for name in targets}
-    assert names == {bindings.FORWARD_TARGET, bindings.BACKWARD_TARGET}
+    assert names == set(bindings._TARGETS.values())
     names.add(bindings.PARTITIONED_TARGET)
     assert all(name.endswith("_v1") for name in names)
     assert len(jax_fa.export_disabled_checks()) == len(names)
@@ -129,6 +132,34 @@ INT = jnp.int32
         (
             {"mask_words": jnp.zeros((1, 1, 4, 1), INT)},
             "mask_words and mask_map should be given together",
+        ),
+        (
+            {"bias": jnp.zeros((1, 1, 3, 4))},
+            "bias should have 1 or 4 rows, but has 3",
+        ),
+        (
+            {"bias": jnp.zeros((1, 2, 4, 5))},
+            "bias should have 1 or 4 keys, but has 5",
+        ),
+        (
+            {"bias": jnp.zeros((2, 2, 4, 4))},
+            "bias should have 1 batch, but has 2",
+        ),
+        (
+            {"bias": jnp.zeros((1, 4, 4))},
+            r"bias should have rank 4, but has shape \[1, 4, 4\]",
+        ),
+        (
+            {"bias": jnp.zeros((1, 2, 4, 4), jnp.bfloat16)},
+            r"bias should be F32\[1, 2, 4, 4\], but is BF16",
+        ),
+        (
+            {
+                "bias": jnp.zeros((1, 2, 4, 4)),
+                "cu_seqlens_q": jnp.array([0, 4], INT),
+                "cu_seqlens_k": jnp.array([0, 4], INT),
+            },
+            r"a bias does not go with packed sequences \(cu_seqlens_q\)",
         ),
         (
             {

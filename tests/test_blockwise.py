@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import BY_NAME
-from helpers.harness import data, on_device, wanted
+from helpers.harness import MOVING, data, on_device, wanted
 from helpers.oracle import Results, assert_close, side
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -62,17 +62,27 @@ def assert_trees_close(a, b, tolerance=2e-5):
 def both_gradients(operands, semantics, cotangents):
     """Results with the gradients that JAX derives, and with those of ``backward``."""
 
-    def forward(q, k, v, sinks):
-        return blockwise.forward(operands._replace(q=q, k=k, v=v, sinks=sinks), semantics)
+    def forward(*moving):
+        return blockwise.forward(
+            operands._replace(**dict(zip(MOVING, moving, strict=True))), semantics
+        )
 
-    (out, lse), pull = jax.vjp(forward, operands.q, operands.k, operands.v, operands.sinks)
+    (out, lse), pull = jax.vjp(forward, *(getattr(operands, name) for name in MOVING))
     written = blockwise.backward(operands, semantics, out, lse, *cotangents)
+    if operands.bias is not None:
+        dout, dlse = cotangents
+        delta = jnp.sum(out * dout, axis=-1) - dlse
+        dbias = blockwise.bias_gradient(operands, semantics, lse, dout, delta)
+        written = written._replace(bias=dbias)
     found = [Results(out, lse, *grads) for grads in (pull(cotangents), written)]
     return [x if x.dsinks is None else x._replace(dsinks=x.dsinks.sum(0)) for x in found]
 
 
-SPLIT = ("prime_sizes", "packed_everything", "everything")
-"""Between them: a length, a segment, an offset, a slot and a diagonal of each row."""
+SPLIT = (
+    *("prime_sizes", "packed_everything", "everything"),
+    *("bias_of_TS", "bias_of_BS", "bias_soft_cap", "bias_and_everything"),
+)
+"""Between them: a length, a segment, an offset, a slot, a diagonal and a bias of each row."""
 
 
 def with_nan_where_unused(operands):

@@ -8,7 +8,7 @@ from jax_fa import _jax_fa
 from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES
 from jax_fa.runtime.dispatch import Target, choose
 from jax_fa.spec import schema, variants
-from jax_fa.spec.arch import ARCHS, OPERATIONS, arch_named, capability_number
+from jax_fa.spec.arch import ARCHS, arch_named, capability_number
 from jax_fa.spec.band import UNBOUNDED, Band
 from jax_fa.spec.problem import Problem, Semantics
 
@@ -223,7 +223,7 @@ def test_a_program_from_before_kernels_were_named_says_so():
 
 
 @needs_kernels
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", ["fwd", "bwd"])
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_every_capability_runs_the_kernels_that_its_row_says(arch, operation):
     """C++ picks the family of a device from the table that the build wrote of ``ARCHS``."""

@@ -222,8 +222,8 @@ def test_other_properties_reach_attention():
     logits = jnp.einsum("btnd,bsnd->bnts", 2.0 * q, k)
     weights = jax.nn.softmax(0.5 * jnp.tanh(logits / 0.5))
     assert_close(own(q, k, v), jnp.einsum("bnts,bsnd->btnd", weights, v))
-    with pytest.raises(NotImplementedError, match="'cpu'"):
-        make_attention_fn(implementation="cpu")(q, k, v, bias=jnp.ones((5, 5)))
+    with pytest.raises(NotImplementedError, match="'cuda'"):
+        make_attention_fn(implementation="cuda")(q, k, v, bias=jnp.ones((5, 5)))
 
 
 def test_row_without_visible_keys_gives_zero():

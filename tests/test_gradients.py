@@ -13,4 +13,5 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_keep_the_tolerance_rule(case, dtype):
     got = computed(case, dtype)
     assert (got.dsinks is not None) == case.has_sinks
+    assert (got.dbias is not None) == (case.bias is not None)
     assert_close(got, wanted(case, dtype), dtype)

@@ -240,12 +240,6 @@ OPTIONS = [
     ),
     ({"implementation": "flash"}, ValueError, UNKNOWN_IMPLEMENTATION),
     (
-        {"implementation": "cpu", "bias": zeros(2, 4, 6, 5)},
-        NotImplementedError,
-        "attention: implementation='cpu' does not serve this call: a dense bias is a T x S array "
-        "already, and runs unfused. Use implementation=None or 'xla'.",
-    ),
-    (
         {"implementation": "cuda"},
         NotImplementedError,
         "attention: implementation='cuda' was asked for, but the computation is lowered for "
@@ -442,12 +436,23 @@ def test_lengths_are_not_cut_to_32_bits():
             jax_fa.attention(Q, K, V, **{name: np.array([2, 3])})
 
 
-def test_operations_alone_take_no_bias():
-    kind, words = error_of(lambda: jax_fa.forward(Q, K, V, bias=zeros(2, 4, 6, 5)))
+def test_kernels_that_were_asked_for_are_not_replaced():
+    attend = jax.jit(lambda x: jax_fa.attention(Q, K, V, scale=x, implementation="cpu"))
+    kind, words = error_of(lambda: attend(0.5))
     assert kind is NotImplementedError
     assert words == (
-        "attention: forward is the kernel operation alone, and a dense bias is a T x S array "
-        "already, and runs unfused. Use jax_fa.attention."
+        "attention: implementation='cpu' does not serve this call: a traced scale runs unfused; a "
+        "Python number lets kernels serve the call. Use implementation=None or 'xla'."
+    )
+
+
+def test_operations_alone_run_nothing_unfused():
+    forward = jax.jit(lambda scale: jax_fa.forward(Q, K, V, scale=scale))
+    kind, words = error_of(lambda: forward(jnp.float32(0.5)))
+    assert kind is NotImplementedError
+    assert words == (
+        "attention: forward is the kernel operation alone, and a traced scale runs unfused; a "
+        "Python number lets kernels serve the call. Use jax_fa.attention."
     )
 
 
@@ -628,7 +633,7 @@ def test_explain_takes_a_shape_for_every_array():
         sinks=shape((4,), jnp.float32),
         scale=0.5,
     )
-    assert "dense bias" in str(explained)
+    assert explained.choice.implementation == "cpu" and explained.problem.has_bias
     traced = jax_fa.explain(Q, K, V, scale=shape((), jnp.float32))
     assert "a traced scale runs unfused" in str(traced)
 

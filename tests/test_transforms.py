@@ -38,6 +38,7 @@ BATCHED = {
     "query_segment_ids": jnp.asarray(rng.integers(0, 2, (V_SIZE, 2, 10)), jnp.int32),
     "key_value_segment_ids": jnp.asarray(rng.integers(0, 2, (V_SIZE, 2, 12)), jnp.int32),
     "query_offset": jnp.array([[0, 3], [5, 1], [2, 2]], jnp.int32),
+    "bias": normal(V_SIZE, 2, 4, 10, 12),
 }
 SUBSETS = [
     ("q", "k", "v"),
@@ -49,6 +50,7 @@ SUBSETS = [
     ("key_value_seq_lengths",),
     ("query_segment_ids",),
     ("query_offset", "k"),
+    ("bias",),
     tuple(BATCHED),
 ]
 
@@ -65,7 +67,7 @@ def loss(differentiable, rest):
 
 
 def step(arrays):
-    names = ("q", "k", "v", "sinks")
+    names = ("q", "k", "v", "sinks", "bias")
     differentiable = {name: arrays[name] for name in names}
     rest = {name: x for name, x in arrays.items() if name not in names}
     return attend(arrays), jax.grad(loss)(differentiable, rest)
@@ -83,6 +85,16 @@ def loop(function, arrays, axes):
 def test_vmap_of_forward_and_gradient_with_some_operands_batched(names):
     axes = {name: 0 if name in names else None for name in BATCHED}
     arrays = {name: x if name in names else x[0] for name, x in BATCHED.items()}
+    mapped = jax.jit(jax.vmap(step, in_axes=(axes,)))(arrays)
+    assert_trees_close(mapped, loop(jax.jit(step), arrays, axes))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 10, 12), (1, 1, 1, 12), (2, 1, 10, 1)], ids=str)
+@pytest.mark.parametrize("dim", [None, 1])
+def test_vmap_of_the_gradient_of_a_broadcast_bias(shape, dim):
+    axes = {name: 0 for name in BATCHED} | {"bias": dim}
+    bias = normal(*shape) if dim is None else normal(shape[0], V_SIZE, *shape[1:])
+    arrays = {**BATCHED, "bias": bias}
     mapped = jax.jit(jax.vmap(step, in_axes=(axes,)))(arrays)
     assert_trees_close(mapped, loop(jax.jit(step), arrays, axes))
 

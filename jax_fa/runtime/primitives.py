@@ -414,9 +414,9 @@ def _batch_bias_gradient(
     stacked = _to_front(bias, dim, size)
     arrays, dims = [*arrays], [*dims]
     arrays[at], dims[at] = stacked, 0
-    fold, folded, rest, _, _ = _folded(arrays, dims, names)
+    fold, folded, rest, others, _ = _folded(arrays, dims, names)
     (result,) = bind(*_flat(folded), *rest, names=folded.present, **params)
-    result = fold.part(result, 0, folded.q.shape[0] // size)
+    result = fold.part(result, 0, others.q.shape[1])
     if stacked.shape[1] == 1:
         result = jnp.sum(result.astype(wide(result.dtype)), axis=1, keepdims=True)
     return [_resharded(result.astype(bias.dtype), _spec(stacked))], [0]

@@ -72,11 +72,15 @@ _FEATURES: dict[str, Sequence[Problem]] = {
     "`mask`, `mask_mod`, `block_mask`": [
         replace(_PLAIN, mask_batch=1, mask_heads=1, mask_rows=1024, mask_width=32)
     ],
+    "`bias` and its gradient": [
+        replace(_PLAIN, bias_batch=1, bias_heads=8, bias_rows=1024, bias_keys=1024, bias_bytes=n)
+        for n in (2, 4)
+    ],
     "`deterministic`": [replace(_PLAIN, semantics=Semantics(scale=1.0, deterministic=True))],
 }
 
 
-_UNFUSED = "`bias`, traced `scale`, float64"
+_UNFUSED = "traced `scale`, float64"
 """Features that no kernel serves on any platform."""
 
 
@@ -88,7 +92,7 @@ def features() -> tuple[str, ...]:
 def unfused(target: Target) -> tuple[str, ...]:
     """The features that ``target`` runs unfused, in the forward, the gradient or both."""
     served = {
-        feature: all(_cell(problems, target, operation) == "kernel" for operation in OPERATIONS)
+        feature: all(_cell(problems, target, operation) == "kernel" for operation in ("fwd", "bwd"))
         for feature, problems in _FEATURES.items()
     }
     return tuple(name for name in features() if not served.get(name, False))
@@ -104,7 +108,10 @@ def _columns() -> dict[str, tuple[Target, Operation]]:
 
 
 def _cell(problems: Sequence[Problem], target: Target, operation: Operation) -> str:
-    fused = [choose(p, target, None, operation).implementation != "xla" for p in problems]
+    asked = [(p, operation) for p in problems]
+    if operation == "bwd":  # a gradient that another operation gives belongs to it
+        asked += [(p, "dbias") for p in problems if p.has_bias]
+    fused = [choose(p, target, None, x).implementation != "xla" for p, x in asked]
     return "kernel" if all(fused) else "in part" if any(fused) else "unfused"
 
 

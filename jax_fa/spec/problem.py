@@ -6,8 +6,10 @@ key/value head ``n // G``), D head size of query and key, Dv head size of value 
 
 Conventions
 -----------
-* Logits are ``z = scale * (q . k)``, in float32; with a soft cap ``c``, ``z = c * tanh(z / c)``.
-  The cap is applied after scale and bias and before masking.
+* Logits are ``z = scale * (q . k) + bias``, in float32; with a soft cap ``c``, ``z = c * tanh(z /
+  c)``. The cap is applied after scale and bias and before masking.
+* A bias of -inf hides a pair, as a mask does, whatever the soft cap; a value that it hides is
+  multiplied by a probability of 0.
 * The probability of key j is ``exp(z_j - lse)`` with ``lse = log(sum of exp(z_j) over the visible
   keys, plus exp(sink))``: natural logarithm, float32, the whole denominator, sinks included.
   Kernels work in base 2 inside and convert at their border.
@@ -16,6 +18,7 @@ Conventions
   Neither contributes to any gradient but the sink's own.
 * The gradient through the softmax is ``dz = p * (dp - delta)`` with
   ``delta = rowsum(dO * O) - dLSE``, and ``d sink = -sum over rows of exp(sink - lse) * delta``.
+  The gradient of a bias is that of the logits before the cap, summed over what it is the same for.
 * A sequence is a slot of an array: row b of [B, T, ...], or ``cu_seqlens[b] .. cu_seqlens[b+1]`` of
   a packed [1, total, ...] array. Lengths shorter than the slot leave padding rows, whose content
   (NaN included) never reaches a result and whose gradients are 0. Bottom-right alignment uses the

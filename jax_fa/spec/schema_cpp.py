@@ -136,10 +136,11 @@ def _struct(name: str, note: str, lines: list[str]) -> str:
 
 def _visitor(name: str, note: str, calls: list[str]) -> list[str]:
     """A static member that visits some of the members of ``Self``, constant or not."""
+    parameters = "Self& self, Visit&& visit" if calls else "Self&, Visit&&"
     return [
         f"  // {note}",
         "  template <typename Self, typename Visit>",
-        f"  static void {name}(Self& self, Visit&& visit) {{",
+        f"  static void {name}({parameters}) {{",
         *(f"    {call};" for call in calls),
         "  }",
     ]

@@ -65,6 +65,38 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class Bias:
+    """A bias.
+
+    Attributes:
+        kind: "random"; "distance" falls off from the diagonal, by head; "holes" is random, but
+            hides some rows, some keys and some pairs, by -inf.
+        dims: those of B, N, T, S along which it varies.
+        is_float32: whatever the type of the query.
+    """
+
+    kind: str = "random"
+    dims: str = "NTS"
+    is_float32: bool = False
+
+    def make(self, case: Case, kind: np.dtype) -> np.ndarray:
+        """[B|1, N|1, T|1, S|1]."""
+        rng = np.random.default_rng([case.seed, *case.name.encode(), 3])
+        extents = {"B": case.batch, "N": case.heads, "T": case.q_len, "S": case.kv_len}
+        shape = tuple(extents[x] if x in self.dims else 1 for x in "BNTS")
+        values = rng.standard_normal(shape)
+        rows, keys = np.arange(shape[2])[:, None], np.arange(shape[3])
+        if self.kind == "distance":
+            slopes = 0.5 ** np.arange(1, shape[1] + 1).reshape(1, -1, 1, 1)
+            values = np.broadcast_to(-abs(rows - keys) * slopes, shape).copy()
+        if self.kind == "holes":
+            values[:, :, 5:9] = -np.inf
+            values[..., 40:75] = -np.inf
+            values[rng.random(shape) < 0.1] = -np.inf
+        return values.astype(np.float32 if self.is_float32 else kind)
+
+
+@dataclass(frozen=True)
 class Case:
     """One attention problem with its data, as a test names it.
 
@@ -85,6 +117,7 @@ class Case:
         segments: (query ids, key ids) of one row, used for every row of the batch; None for none.
         q_offset: one for all sequences, or one each.
         dense: the boolean mask, None for none.
+        bias: None for none.
         block_dims: those of B, N, T, S along which a block mask varies; None for none.
         magnitude: factor of the random queries, for sharp softmax rows.
     """
@@ -110,6 +143,7 @@ class Case:
     segments: tuple[Ints, Ints] | None = None
     q_offset: int | Ints | None = None
     dense: Dense | None = None
+    bias: Bias | None = None
     block_dims: str | None = None
     magnitude: float = 1.0
     seed: int = 0
@@ -170,6 +204,8 @@ class Case:
             options["logits_soft_cap"] = self.soft_cap
         if self.dense is not None:
             options["mask"] = self.dense.make(self)
+        if self.bias is not None:
+            options["bias"] = operands.bias
         if self.block_dims is not None:
             options["block_mask"] = self.blocks()
         if self.has_sinks:
@@ -231,6 +267,7 @@ def make(case: Case, dtype: str) -> Data:
         sinks=np.tile(per_head, (count, 1)) if case.has_sinks else None,
         mask_words=words,
         mask_map=blocks,
+        bias=None if case.bias is None else case.bias.make(case, kind),
     )
     dout = normal(*rows, case.heads, case.out_dim)
     dlse = rng.standard_normal((*rows, case.heads)).astype(np.float32)
@@ -547,6 +584,26 @@ CASES: tuple[Case, ...] = (
     _self("block_mask_causal", 520, heads=1, kv_heads=1, is_causal=True, block_dims="TS"),
     Case("block_mask_and_everything", block_dims="BNTS", **_EVERYTHING),
     _self("block_mask_and_mask", 270, block_dims="NTS", dense=Dense("causal")),
+    # Biases.
+    *(
+        Case(f"bias_of_{dims}", batch=2, q_len=90, kv_len=150, bias=Bias(dims=dims), **_GQA)
+        for dims in ("TS", "NTS", "BTS", "BNTS", "S", "BS", "NS", "T", "BNT", "N")
+    ),
+    Case("bias_of_nothing", batch=2, q_len=20, kv_len=30, bias=Bias(dims="")),
+    Case("bias_blocks", q_len=300, kv_len=410, bias=Bias(), **_GQA),
+    _self("bias_distance_causal", 260, is_causal=True, bias=Bias("distance")),
+    *(
+        _self(f"bias_head_dim_{d}", 150, heads=1, kv_heads=1, head_dim=d, bias=Bias())
+        for d in (40, 96, 128, 256)
+    ),
+    _self("bias_value_dim_128_of_192", 150, head_dim=192, value_dim=128, bias=Bias()),
+    Case("bias_holes", batch=2, q_len=140, kv_len=170, bias=Bias("holes", "BNTS"), **_GQA),
+    _self("bias_float32", 150, bias=Bias("holes", is_float32=True)),
+    _self("bias_soft_cap", 150, soft_cap=3.0, bias=Bias("holes"), magnitude=2.0),
+    _self("bias_and_mask", 150, bias=Bias(dims="TS"), dense=Dense("random", "NTS")),
+    Case("bias_of_one_query", q_len=1, kv_len=1100, kv_heads=1, bias=Bias()),
+    Case("bias_and_everything", bias=Bias("holes", "BNTS"), **_EVERYTHING),
+    Case("bias_of_keys_and_everything", bias=Bias(dims="S", is_float32=True), **_EVERYTHING),
     # Everything at once, and rows that see nothing.
     Case("everything", value_dim=48, **_EVERYTHING),
     Case("all_rows_masked", q_len=70, kv_len=90, window=(0, 0), q_offset=500),

@@ -19,9 +19,11 @@ from helpers.oracle import Results, Tolerance, tolerance
 from jax_fa.runtime import vjp
 from jax_fa.runtime.dispatch import Forced
 from jax_fa.spec.problem import Operands
+from jax_fa.spec.schema import OPERANDS, OPERATIONS
 from jax_fa.spec.variants import Variant
 
 ROOT = Path(__file__).parents[2]
+MOVING = tuple(array.name for array in OPERANDS if array.is_differentiable)
 
 
 def on_device(operands: Operands) -> Operands:
@@ -69,8 +71,12 @@ def inputs_for(variant: Variant, case: Case) -> dict[str, Any]:
     saved = {
         "out": forward.out.astype(inputs["q"].dtype),
         "lse": forward.lse.astype(np.float32),
+        **dict(zip(("dout", "dlse"), given.cotangents, strict=True)),
     }
-    return {**inputs, **saved, **dict(zip(("dout", "dlse"), given.cotangents, strict=True))}
+    out, dout = (saved[name].astype(np.float32) for name in ("out", "dout"))
+    saved["delta"] = (out * dout).sum(3) - saved["dlse"]
+    taken = {array.name for array in OPERATIONS[variant.operation].operands}
+    return {**inputs, **{name: x for name, x in saved.items() if name in taken}}
 
 
 @cache
@@ -85,17 +91,20 @@ def run(case: Case, given: Data, implementation: Forced = None) -> Results:
 
     @jax.jit
     def step(differentiable: tuple[Any, ...], rest: Operands, cotangents: tuple[Any, Any]) -> Any:
-        def attend(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-            operands = rest._replace(q=q, k=k, v=v, sinks=sinks)
+        def attend(*moving: Any) -> Any:
+            operands = rest._replace(**dict(zip(MOVING, moving, strict=True)))
             return vjp.attention(operands, semantics, implementation)
 
         results, pull = jax.vjp(attend, *differentiable)
         return *results, *pull(cotangents)
 
     x = on_device(given.operands)
-    rest = x._replace(q=None, k=None, v=None, sinks=None)
-    out, lse, dq, dk, dv, dsinks = step((x.q, x.k, x.v, x.sinks), rest, given.cotangents)
-    return Results(out, lse, dq, dk, dv, None if dsinks is None else np.sum(dsinks, axis=0))
+    rest = x._replace(**dict.fromkeys(MOVING))
+    moving = tuple(getattr(x, name) for name in MOVING)
+    results = Results(*step(moving, rest, given.cotangents))
+    if results.dsinks is None:
+        return results
+    return results._replace(dsinks=np.sum(results.dsinks, axis=0))
 
 
 def attend(case: Case, given: Data, implementation: Forced = None) -> tuple[Any, Any]:

@@ -26,7 +26,8 @@ ULP = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 class Results(NamedTuple):
     """Everything that forward and backward compute.
 
-    ``dsinks`` is None where there are no sinks, and summed over sequences: [N].
+    ``dsinks`` is None where there are no sinks, and summed over sequences: [N]. ``dbias`` has the
+    shape of the bias.
     """
 
     out: Any
@@ -35,12 +36,14 @@ class Results(NamedTuple):
     dk: Any = None
     dv: Any = None
     dsinks: Any = None
+    dbias: Any = None
 
 
 class Tolerance(NamedTuple):
     """What is exact, and what a fused kernel may make of it.
 
-    ``dsinks_size`` [N] is the sum of the absolute values of the terms of dsinks, which cancel.
+    ``dsinks_size`` [N] is the sum of the absolute values of the terms of dsinks, which cancel, as
+    is ``dbias_size`` of dbias.
     ``few`` is the relative error that float32 logits and LSE alone may cause: exp(z - lse)
     multiplies their rounding by their size, whatever the element type.
     """
@@ -49,6 +52,7 @@ class Tolerance(NamedTuple):
     rounded: Results
     few: float
     dsinks_size: Any = None
+    dbias_size: Any = None
 
 
 class Values(NamedTuple):
@@ -127,7 +131,9 @@ def blind_rows(operands: Operands, semantics: Semantics) -> np.ndarray:
     pairs = visible(operands, semantics)[:, None]
     if operands.mask_words is not None:
         pairs = pairs & shown(operands)
-    blind = ~pairs.any(3)  # [B, N|1, T]
+    if operands.bias is not None:
+        pairs = pairs & ~np.isneginf(operands.bias)
+    blind = ~np.broadcast_to(pairs, (*pairs.shape[:3], operands.k.shape[1])).any(3)  # [B, N|1, T]
     heads = operands.q.shape[2]
     return np.swapaxes(np.broadcast_to(blind, (blind.shape[0], heads, blind.shape[2])), 1, 2)
 
@@ -188,6 +194,8 @@ def attend(
     pairs = visible(operands, semantics)[:, None]  # [B, 1, T, S]
     if operands.mask_words is not None:
         pairs = pairs & shown(operands)  # [B, N|1, T, S]
+    if operands.bias is not None:
+        pairs = pairs & ~np.isneginf(operands.bias)
     rows = side(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
     keys = side(operands.k.shape[:2], operands.cu_seqlens_k, operands.kv_lengths)
     used_rows, used_keys = rows.used[:, None, :, None], keys.used[:, None, :, None]
@@ -196,6 +204,8 @@ def attend(
     v = np.where(used_keys, _heads_first(operands.v, group, dtype), 0)
 
     logits = (q @ np.swapaxes(k, 2, 3)) * dtype(semantics.scale)  # [B, N, T, S]
+    if operands.bias is not None:
+        logits = np.where(pairs, logits + np.asarray(operands.bias).astype(dtype), 0)
     slope: Any = dtype(1)
     if semantics.soft_cap is not None:
         bounded = np.tanh(logits / dtype(semantics.soft_cap))
@@ -224,7 +234,12 @@ def attend(
     # A row without denominator has no probabilities.
     bounded_lse = np.where(np.isneginf(lse), np.inf, lse)
     p = np.exp(logits - bounded_lse)
-    ds = narrow(p * (dout @ np.swapaxes(v, 2, 3) - delta) * slope) * dtype(semantics.scale)
+    ds_wide = p * (dout @ np.swapaxes(v, 2, 3) - delta) * slope
+    ds = narrow(ds_wide) * dtype(semantics.scale)
+    dbias = None
+    if operands.bias is not None:
+        dbias = over_broadcast(ds_wide, operands.bias.shape)
+        dbias = dbias if rounding is None else dbias.astype(operands.bias.dtype)
     dsinks = None
     if operands.sinks is not None:
         dsinks = -(np.exp(sinks - bounded_lse) * delta).sum((0, 2, 3))
@@ -233,7 +248,14 @@ def attend(
         dk=narrow(_sum_groups(np.swapaxes(ds, 2, 3) @ q, group)),
         dv=narrow(_sum_groups(np.swapaxes(narrow(p), 2, 3) @ dout, group)),
         dsinks=dsinks,
+        dbias=dbias,
     )
+
+
+def over_broadcast(pairs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The sum of [B, N, T, S] over the dimensions in which ``shape`` is 1."""
+    axes = tuple(axis for axis in range(4) if shape[axis] == 1)
+    return np.sum(pairs, axis=axes, keepdims=True)
 
 
 def tolerance(
@@ -244,14 +266,23 @@ def tolerance(
     exact = attend(operands, semantics, cotangents)
     rounded = attend(operands, semantics, cotangents, rounding=dtype)
     few = ULP["float32"] * max(8, 2 * np.abs(exact.lse[np.isfinite(exact.lse)]).max(initial=0))
-    if operands.sinks is None or cotangents is None:
+    if cotangents is None:
         return Tolerance(exact, rounded, few)
+    dbias_size = None
+    if operands.bias is not None:
+        shape = (*operands.q.shape[:3:2], operands.q.shape[1], operands.k.shape[1])
+        full = operands._replace(bias=np.broadcast_to(operands.bias, shape))
+        terms = np.abs(attend(full, semantics, cotangents).dbias)
+        dbias_size = over_broadcast(terms, operands.bias.shape)
+    if operands.sinks is None:
+        return Tolerance(exact, rounded, few, dbias_size=dbias_size)
     rows = side(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths)
     dout, dlse = (np.asarray(x, np.float64) for x in cotangents)
     delta = np.abs((dout * exact.out).sum(3) - dlse)
     lse = np.where(np.isneginf(exact.lse), np.inf, exact.lse)
     terms = np.exp(np.asarray(operands.sinks, np.float64)[rows.sequence] - lse) * delta
-    return Tolerance(exact, rounded, few, np.where(rows.used[:, :, None], terms, 0).sum((0, 1)))
+    sinks_size = np.where(rows.used[:, :, None], terms, 0).sum((0, 1))
+    return Tolerance(exact, rounded, few, sinks_size, dbias_size)
 
 
 # --------------------------------------------------------------------------------------- comparison
@@ -305,6 +336,9 @@ def assert_close(got: Results, wanted: Tolerance, dtype: str, label: str = "") -
             continue
         ulp = ULP["float32"] if name in ("lse", "dsinks") else ULP[dtype]
         few, size = wanted.few, None
+        if name == "dbias":  # likewise
+            few, size = max(few, ULP[dtype] / 4), wanted.dbias_size
+            ulp = ULP[str(value.dtype)]
         if name == "dsinks":  # holds delta, whose output factor is rounded
             few, size = max(few, ULP[dtype] / 4), wanted.dsinks_size
         exact, rounded = getattr(wanted.exact, name), getattr(wanted.rounded, name)

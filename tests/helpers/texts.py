@@ -25,10 +25,8 @@ from jax_fa.runtime.dispatch import Emulation
 from jax_fa.runtime.emulation import Call
 from jax_fa.spec.arch import Operation
 from jax_fa.spec.problem import Problem
+from jax_fa.spec.schema import OPERANDS, OPERATIONS
 from jax_fa.spec.variants import BY_NAME, Variant
-
-SAVED = ("out", "lse", "dout", "dlse")
-"""What a backward is given beside the operands."""
 
 
 def without_names(ptx: str) -> str:
@@ -79,7 +77,8 @@ def _recorded(operation: Operation, arch: str, case: Case, dtype: str) -> dict[s
     operands = data(case, dtype).operands
     call = Call(operation, Problem.of(operands, case.semantics), Emulation(arch)).padded
     given = [name for name, x in operands._asdict().items() if x is not None]
-    names = [*given, *(SAVED if operation == "bwd" else ()), *call.results, *call.scratch]
+    saved = [x.name for x in OPERATIONS[operation].operands if x not in OPERANDS]
+    names = [*given, *saved, *call.results, *call.scratch]
     addresses = {name: place << 20 for place, name in enumerate(dict.fromkeys(names), 1)}
     return bindings.record(operation, call.problem, call.settings, {**addresses, **call.fields})
 

@@ -13,7 +13,7 @@ from helpers.oracle import assert_close
 
 from jax_fa.runtime import bindings
 from jax_fa.runtime.dispatch import Emulation
-from jax_fa.spec.arch import ARCHS, OPERATIONS
+from jax_fa.spec.arch import ARCHS
 from jax_fa.spec.problem import Problem
 from jax_fa.spec.variants import find
 
@@ -27,7 +27,7 @@ FAMILIES = [arch for arch in ARCHS if arch.name in ("sm90", "sm100")]
 def test_values_of_any_int32_stay_within_arrays_and_give_what_they_mean(arch, seed):
     given = hostile.problem(seed)
     asked = Problem.of(given.sent.operands, given.case.semantics)
-    if not all(find(asked, arch, x, bindings.compiled()) for x in OPERATIONS):
+    if not all(find(asked, arch, x, bindings.compiled()) for x in ("fwd", "bwd")):
         pytest.skip(f"this build lacks a kernel of {arch.name}")
     emulation = Emulation(arch.name, seed=len(given.case.name))
     results = hostile.run(given.sent.operands, given, emulation)
