@@ -306,7 +306,10 @@ def fetch_bias(
     step has begun.
     """
     if const_expr(variant.key.has_bias and variant.config.looks_ahead == is_ahead):
-        if (at.q_block >= work.blocks.start) & (at.q_block < work.blocks.end):
+        if const_expr(is_ahead):
+            if (at.q_block >= work.blocks.start) & (at.q_block < work.blocks.end):
+                load_bias(variant, x, c, work, at)
+        else:
             load_bias(variant, x, c, work, at)
 
 
