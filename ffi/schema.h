@@ -94,9 +94,9 @@ struct Problem {
 
 // Letters of dimensions; jax_fa/spec/schema.py explains them.
 namespace letters {
-enum Letter : size_t { B, M, T, S, N, K, D, Dv, Bm, Nm, Tm, Wm, Ba, Na, Ta, Sa, Bb, M_plus_1, Tc, Wc, P, R, H, E, U, x2 };
+enum Letter : size_t { B, M, T, S, N, K, D, Dv, Bm, Nm, Tm, Wm, Ba, Na, Ta, Sa, Bb, M_plus_1, Tc, Wc, Z, P, R, H, E, U, x2 };
 }
-inline constexpr size_t kNumLetters = 26;
+inline constexpr size_t kNumLetters = 27;
 
 // The extent of each, of a problem that CheckProblem (checks.h) has passed.
 using Extents = std::array<int64_t, kNumLetters>;
@@ -105,6 +105,7 @@ inline Extents ExtentsOf(const Problem& p) {
   const int64_t filling = std::max<int64_t>((132 / std::max<int64_t>((((((((p.batch * p.kv_len) + 128) - 1) / 128) + p.num_sequences) - p.batch) * p.num_kv_heads), 1)), 1);
   const int64_t filled = (std::max<int64_t>((((((((p.batch * p.kv_len) + 128) - 1) / 128) + p.num_sequences) - p.batch) * p.num_kv_heads), 1) * filling);
   const int64_t parts = std::max<int64_t>(std::min<int64_t>((filling * ((std::max<int64_t>(int64_t{p.window_left != kUnbounded || p.window_right != kUnbounded}, std::min<int64_t>(std::max<int64_t>(((((((filled * 1) + 132) - 1) / 132) * 40) - (((((filled * 4) + 132) - 1) / 132) * 11)), 0), 1)) * (std::max<int64_t>(std::min<int64_t>((528 / filled), 4), 1) - 1)) + 1)), (p.num_q_heads / p.num_kv_heads)), 1);
+  const int64_t bias_parts = std::max<int64_t>(std::min<int64_t>((528 / std::max<int64_t>((((p.bias_batch * p.bias_heads) * (((p.bias_rows + 128) - 1) / 128)) * (((p.bias_keys + 128) - 1) / 128)), 1)), (((p.batch * p.num_q_heads) / std::max<int64_t>((p.bias_batch * p.bias_heads), 1)) / 4)), 1);
   return {
       p.batch,  // B
       p.num_sequences,  // M
@@ -126,6 +127,7 @@ inline Extents ExtentsOf(const Problem& p) {
       (p.num_sequences + 1),  // M+1
       std::min<int64_t>((std::min<int64_t>(p.mask_rows, (((p.q_len + 128) - 1) / 128)) * 8), (((p.q_len + 16) - 1) / 16)),  // Tc
       (((p.mask_width + 16) - 1) / 16),  // Wc
+      ((bias_parts > 1) ? bias_parts : 0),  // Z
       ((p.num_splits > 1) ? p.num_splits : 0),  // P
       rows,  // R
       ((parts > 1) ? parts : 0),  // H
@@ -180,6 +182,7 @@ inline constexpr Array dkv_sums{"dkv_sums", Element::kFloat32, false, true, 2, {
 inline constexpr Array turns{"turns", Element::kInt32, false, false, 2, {N, U}};
 inline constexpr Array delta{"delta", Element::kFloat32, false, false, 3, {B, T, N}};
 inline constexpr Array dbias{"dbias", Element::kBias, true, true, 4, {Ba, Na, Ta, Sa}};
+inline constexpr Array dbias_parts{"dbias_parts", Element::kFloat32, false, true, 5, {Z, Ba, Na, Ta, Sa}};
 }  // namespace arrays
 
 // Places of the operands that all operations have at the same place.
@@ -443,8 +446,8 @@ struct DbiasParams {
   // Of these at the end, older programs lack some.
   static constexpr size_t kNumAddedOperands = 0;
   static constexpr size_t kNumResults = 1;
-  static constexpr size_t kNumScratch = 0;
-  static constexpr int32_t kNumParameters = 40;
+  static constexpr size_t kNumScratch = 1;
+  static constexpr int32_t kNumParameters = 41;
 
   Problem problem;
   Extras extras;
@@ -457,6 +460,7 @@ struct DbiasParams {
   void* dbias;  // [Ba, Na, Ta, Sa]
   // Memory of GPU kernels that nobody reads afterwards, uninitialised; else null.
   struct {
+    float* dbias_parts;  // [Z, Ba, Na, Ta, Sa] what dbias would be of a part of what shares it
   } scratch;
 
   // visit(array, pointer) for each, in call order.
@@ -487,7 +491,8 @@ struct DbiasParams {
   }
   // visit(array, pointer) for each, in call order.
   template <typename Self, typename Visit>
-  static void Scratch(Self&, Visit&&) {
+  static void Scratch(Self& self, Visit&& visit) {
+    visit(arrays::dbias_parts, self.scratch.dbias_parts);
   }
   // visit(argument) for each parameter of a host entry, in order (spec/abi.py).
   // Extents must fit 32 bits.
@@ -501,6 +506,7 @@ struct DbiasParams {
     visit(static_cast<const void*>(self.dout));
     visit(static_cast<const void*>(self.delta));
     visit(static_cast<const void*>(self.dbias));
+    visit(static_cast<const void*>(self.scratch.dbias_parts));
     visit(static_cast<const void*>(self.extras.q_lengths));
     visit(static_cast<const void*>(self.extras.kv_lengths));
     visit(static_cast<const void*>(self.extras.cu_seqlens_q));

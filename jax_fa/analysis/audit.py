@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import lzma
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from jax_fa.spec import config
 from jax_fa.spec.arch import Operation, arch_named
 from jax_fa.spec.band import Band
 from jax_fa.spec.config_sm90 import HopperBackward
+from jax_fa.spec.key import KernelKey
 from jax_fa.spec.problem import Problem, Semantics
 from jax_fa.spec.variants import Variant
 
@@ -41,7 +42,11 @@ takes for a tile that is not masked: counted like ours, in what its release 4.0.
 FLASH_ATTENTION_4_CAPABILITY = "10.0"
 MMA_DEPTH = 16
 """Of one tensor core instruction for 16-bit elements."""
-_PLANS = {"fwd": ("plan", "forward_plan"), "bwd": ("plan_bwd", "backward_plan")}
+_PLANS = {
+    "fwd": ("plan", "forward_plan"),
+    "bwd": ("plan_bwd", "backward_plan"),
+    "dbias": ("plan_dbias", "dbias_plan"),
+}
 
 
 class Lengths(NamedTuple):
@@ -167,13 +172,17 @@ _IN: _Needs = {"TMA in": (("tma load",),)}
 _BOTH_WAYS: _Needs = {"TMA both ways": (("tma load",), ("tma store",))}
 _REDUCING: _Needs = {"TMA in, vector reductions out": (("tma load",), _REDUCTIONS)}
 _TENSOR_MEMORY: _Needs = {"tensor memory read and written": (("tcgen05.ld",), ("tcgen05.st",))}
-_COPIES: dict[Operation, _Needs] = {"fwd": _BOTH_WAYS, "bwd": _REDUCING}
+_COPIES: dict[Operation, _Needs] = {"fwd": _BOTH_WAYS, "bwd": _REDUCING, "dbias": _IN}
 _MMAS = ("tcgen05.mma", "wgmma", "mma.sync")
 
 
 def choose_config(variant: Variant) -> Any:
     """The configuration that ``variant`` has now."""
-    choose = {"fwd": config.choose_forward, "bwd": config.choose_backward}
+    choose: dict[Operation, Callable[[KernelKey], Any]] = {
+        "fwd": config.choose_forward,
+        "bwd": config.choose_backward,
+        "dbias": config.choose_dbias,
+    }
     return choose[variant.operation](variant.key)
 
 
@@ -201,6 +210,8 @@ def cycles_of(variant: Variant, gpu: roofline.Gpu) -> roofline.Cycles:
             q_in_registers=getattr(chosen, "q_in_registers", False),
             ctas=getattr(chosen, "ctas", 1),
         )
+    if variant.operation == "dbias":
+        return roofline.bias_gradient(gpu, heads)
     if isinstance(chosen, HopperBackward):
         # dQ goes from registers to global memory.
         hopper: tuple[roofline.Staged, ...] = ("ds",) if chosen.splits_keys else ("p", "ds")
@@ -245,6 +256,9 @@ def model(variant: Variant, gpu: roofline.Gpu, lengths: Lengths) -> Model:
     if variant.operation == "fwd":
         sharing = chosen.block_q / roofline.TILE * ctas
         asked = roofline.work(problem, "fwd", chosen.block_q)
+    elif variant.operation == "dbias":
+        sharing = 1 / (roofline.TILE / chosen.block_kv + roofline.TILE / chosen.block_q)
+        asked = roofline.work(problem, "dbias", chosen.block_q)
     else:
         # A pair's CTAs have halves by rows and by columns, twice half of everything.
         copies = ctas * getattr(chosen, "sweeps", 1)
@@ -310,6 +324,9 @@ def audit_code(report: Report, variant: Variant, code: Sequence[machine_code.Cod
     main = max(code, key=lambda kernel: machine_code.count(kernel.instructions)[mma])
     if mma == "tcgen05.mma":
         report.mma_spacing = machine_code.instructions_per(main, mma)
+    if variant.operation == "dbias":
+        # Nothing is rounded there, by which its loop would be known.
+        return
     found = machine_code.softmax_loops(main, rounded=1 if variant.operation == "fwd" else 2)
     if not found:
         report.problems.append("no loop that takes exponentials of scores")

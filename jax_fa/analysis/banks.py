@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from jax_fa.kernels.sm100.plan import MMA_ROWS, tiling
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward
+from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.config_sm100 import BlackwellBackward, BlackwellForward
 from jax_fa.spec.key import KernelKey
 
@@ -209,6 +210,20 @@ def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...
     )
 
 
+def hopper_bias_gradient(key: KernelKey, config: HopperBiasGradient) -> tuple[Access, ...]:
+    """Accesses of Hopper's gradient of a bias: ``sm90/dbias.py``."""
+    return (
+        *_by_units("q", _tile(config.block_q, key.head_dim), "wgmma"),
+        *_by_units("k", _tile(config.block_kv, key.head_dim), "wgmma"),
+        *_by_units("dout", _tile(config.block_q, key.value_dim), "wgmma"),
+        *_by_units("v", _tile(config.block_kv, key.value_dim), "wgmma"),
+        # Each thread has four words of its own side by side.
+        Access("consume, bias", "st/ld.shared.v4", 16, None, lambda lane: Element(lane * 4, 0)),
+        # The first row of a warp's fragment, whose columns are pairs.
+        Access("consume, columns", "st.shared", 4, None, lambda lane: Element(lane * 2, 0), 4),
+    )
+
+
 def blackwell_backward(key: KernelKey, config: BlackwellBackward) -> tuple[Access, ...]:
     """Accesses of the Blackwell backward: ``sm100/bwd.py``. Each CTA of a pair has a half."""
     ctas, keys = config.ctas, config.block_kv // config.ctas
@@ -243,6 +258,7 @@ _CATALOGUE: dict[type, Callable[..., tuple[Access, ...]]] = {
     BlackwellBackward: blackwell_backward,
     HopperForward: hopper_forward,
     HopperBackward: hopper_backward,
+    HopperBiasGradient: hopper_bias_gradient,
 }
 
 

@@ -114,6 +114,8 @@ exponential, half a conversion."""
 _BACKWARD_SLOTS = {True: 3.5, False: 5.0}
 """The same in a backward: scaling, exponential and conversion of P; difference, product and
 conversion of dS."""
+_DBIAS_SLOTS = 6.0
+"""Likewise: adding the bias, scaling and exponential of P; difference, product and sum of dS."""
 _SECOND_SWEEP_SLOTS = {True: 1.5, False: 2.0}
 """More of them where P is made twice: scaling and exponential."""
 _POLYNOMIAL_SLOTS = {True: 4.0, False: 7.0}
@@ -247,6 +249,21 @@ def backward(
     )
 
 
+def bias_gradient(gpu: Gpu, heads: tuple[int, int]) -> Cycles:
+    """Cycles of the gradient of a bias for a tile: S, dP = dO V^T, and the sums of dS.
+
+    ``heads`` are (D, Dv). The bias of the tile is read from shared memory, in float32.
+    """
+    d, dv = heads
+    reads = 1 + TILE / gpu.rates.mma_rows
+    return Cycles(
+        mma=2 * SCORES * (d + dv) / gpu.rates.mma_flops,
+        exp2=exp2_cycles(gpu, 0.0),
+        issue=SCORES * _DBIAS_SLOTS / LANES,
+        smem=reads * _operand_cycles(d + dv) + SCORES * FLOAT_BYTES / SMEM_BYTES,
+    )
+
+
 def fill_cycles(heads: tuple[int, int], sharing: float) -> float:
     """Of shared memory, while TMA writes what passes by: 128 rows of D and Dv columns.
 
@@ -309,6 +326,13 @@ def work(problem: Problem, operation: Operation, block: int, copies: int = 1) ->
             flops=2 * pairs * (d + dv),
             hbm_bytes=(rows + keys) * head_bytes + statistics,
             cta_bytes=rows * head_bytes + statistics + pairs * head_bytes // block,
+        )
+    if operation == "dbias":
+        # A bias that all batches share, in float32; queries and keys pass by tiles of it.
+        return Work(
+            flops=2 * pairs * (d + dv),
+            hbm_bytes=(rows + keys) * head_bytes + 2 * rows * FLOAT_BYTES,
+            cta_bytes=2 * pairs * head_bytes // block,
         )
     # q, out, dout, dq by row; lse, delta and lse2 written and read; the float32 sums of dQ too.
     row_bytes = (2 * d + 2 * dv) * ELEMENT_BYTES + (5 + 2 * d) * FLOAT_BYTES

@@ -67,7 +67,7 @@ HOSTS = {
 """Processors that the host code can be compiled for, as the DSL's ``--host-target`` names them."""
 
 _PACKAGE = Path(__file__).parents[1]
-_CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward"}
+_CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward", "dbias": "choose_dbias"}
 _FORMAT = 2  # of cache entries; raised when this file would make others of the same inputs
 _CACHE_DAYS = 30
 

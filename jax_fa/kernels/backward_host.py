@@ -21,6 +21,7 @@ from jax_fa.kernels import (
     softmax,
     tiles,
 )
+from jax_fa.kernels import bias as biases
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
 from jax_fa.spec import backward_division
 from jax_fa.spec.band import UNBOUNDED, ceil_div
@@ -227,6 +228,13 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
         mask = dense_mask.of_call(
             mask_words, mask_map, mask_batch, mask_heads, mask_rows, mask_width, q_len
         )
+        score_log2 = (soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E
+        added = None
+        if const_expr(key.has_bias):
+            added = biases.Bias(
+                bias, bias_batch, bias_heads, bias_rows, bias_keys, bias_bytes, scale, soft_cap
+            )
+            score_log2 = biases.score_log2(added)
         scalars = backward_work.Scalars(
             sequences=tiles.Sequences(
                 lengths=tiles.Sides(kv_lengths, q_lengths),
@@ -245,9 +253,10 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
             group=group,
             splits=backward_division.head_splits(num_tiles, group, is_banded, tiles.EXTREMES),
             scale=scale,
-            score_log2=(soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E,
+            score_log2=score_log2,
             cap_inner_log2=scale / soft_cap * (2.0 * softmax.LOG2_E),
             deterministic=deterministic,
+            bias=added,
         )
         backward_rows.prepare(variant, rows, scratch, stream)
         call = BackwardCall(

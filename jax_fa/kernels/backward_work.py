@@ -80,6 +80,7 @@ class Scalars(NamedTuple):
     score_log2: Float32  # factor of a score, capped or not, that makes it a logit in base 2
     cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
     deterministic: Int32
+    bias: Any  # bias.Bias, or None if the variant has none
 
 
 class Work(NamedTuple):

@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from jax_fa.kernels import bias as biases
 from jax_fa.kernels import combine, dense_mask, forward_work, primitives, softmax, tiles
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
 from jax_fa.spec import division
@@ -222,6 +223,12 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
             mask_words, mask_map, mask_batch, mask_heads, mask_rows, mask_width, q_len
         )
         scale_log2 = (soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E
+        added = None
+        if const_expr(key.has_bias):
+            added = biases.Bias(
+                bias, bias_batch, bias_heads, bias_rows, bias_keys, bias_bytes, scale, soft_cap
+            )
+            scale_log2 = biases.score_log2(added)
         scalars = forward_work.Scalars(
             sequences,
             window_left,
@@ -235,6 +242,7 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
             kv_segments=kv_segments,
             mask=mask,
             num_splits=num_splits,
+            bias=added,
         )
         call = ForwardCall(
             q=q,

@@ -87,6 +87,7 @@ class Scalars(NamedTuple):
     kv_segments: cute.Pointer
     mask: DenseMask
     num_splits: Int32  # parts of the keys; of no meaning where they are not split
+    bias: Any  # bias.Bias, or None if the variant has none
 
 
 class Work(NamedTuple):

@@ -82,7 +82,7 @@ BACKWARD: tuple[Param, ...] = (
 
 BIAS_GRADIENT: tuple[Param, ...] = (
     *_REQUIRED,
-    *_pointers((*schema.ROWS, *schema.OPERATIONS["dbias"].results)),
+    *_pointers((*schema.ROWS, *schema.OPERATIONS["dbias"].results, *schema.DBIAS_SCRATCH)),
     *_EXTRAS,
     *_PROBLEM,
     Param("stream", "stream"),

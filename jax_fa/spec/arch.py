@@ -122,6 +122,7 @@ ARCHS = (
             Product("H100", 132, 1.83e9, 3.35e12, _CLOCK),
             Product("H200", 132, 1.83e9, 4.8e12, _CLOCK),
         ),
+        dbias=Kernels(_HEADS),
     ),
     Arch(
         name="sm100",

@@ -69,6 +69,28 @@ def head_splits(
     return most(least(parts, group), 1)
 
 
+DBIAS_TILE = 128
+"""Rows, and keys, of a tile in ``dbias_parts``, whatever those of the kernel."""
+
+PART_PAIRS = 4
+"""Batches and heads that a part of a tile of the gradient of a bias has at least: writing and
+merging its sums must cost little beside them."""
+
+
+def dbias_parts(tiles: Any, pairs: Any, extremes: Extremes = OF_INTS) -> Any:
+    """Parts into which batches and heads that share a bias are split, each a CTA of its own.
+
+    So many that multiprocessors get ``ROUNDS`` tiles at most.
+
+    Args:
+        tiles: of ``DBIAS_TILE`` rows and keys, of the bias.
+        pairs: batches and heads that share each.
+        extremes: of two values.
+    """
+    least, most = extremes
+    return most(least(ROUNDS * RESIDENT_CTAS // most(tiles, 1), pairs // PART_PAIRS), 1)
+
+
 def kv_tiles(batch: Any, num_sequences: Any, kv_len: Any) -> Any:
     """Key blocks per key/value head in ``head_splits``; of packed sequences, an upper bound."""
     return ceil_div(batch * kv_len, KV_SPLIT_BLOCK) + num_sequences - batch

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jax_fa.spec.arch import Arch, Operation, arch_of_target
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward, hopper_backward, hopper_forward
+from jax_fa.spec.config_sm90_dbias import HopperBiasGradient, hopper_bias_gradient
 from jax_fa.spec.config_sm100 import (
     BlackwellBackward,
     BlackwellForward,
@@ -50,6 +51,15 @@ def choose_backward(key: KernelKey) -> HopperBackward | BlackwellBackward:
     return _BACKWARDS[_arch_of(key, "bwd").folder](key)
 
 
+def choose_dbias(key: KernelKey) -> HopperBiasGradient:
+    """The configuration of the gradient of a bias for ``key``.
+
+    Raises:
+        NotImplementedError: no kernel is written for its architecture or head sizes.
+    """
+    return _BIAS_GRADIENTS[_arch_of(key, "dbias").folder](key)
+
+
 _FORWARDS: dict[str, Callable[[KernelKey], HopperForward | BlackwellForward]] = {
     "sm90": hopper_forward,
     "sm100": blackwell_forward,
@@ -57,5 +67,8 @@ _FORWARDS: dict[str, Callable[[KernelKey], HopperForward | BlackwellForward]] = 
 _BACKWARDS: dict[str, Callable[[KernelKey], HopperBackward | BlackwellBackward]] = {
     "sm90": hopper_backward,
     "sm100": blackwell_backward,
+}
+_BIAS_GRADIENTS: dict[str, Callable[[KernelKey], HopperBiasGradient]] = {
+    "sm90": hopper_bias_gradient,
 }
 """By the folder of the kernels."""

@@ -53,6 +53,8 @@ def hopper_forward(key: KernelKey) -> HopperForward:
     alternatives that lost are in brackets.
     """
     is_general = key.mask == "general"
+    if key.has_bias:
+        return _forward_with_bias(key)
     # Loading is more than starting TMA where lengths are decoded: 24 registers spill at D = 96.
     consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
     block_kv, num_consumers, is_persistent, q_in_registers = 128, 2, True, False
@@ -82,6 +84,18 @@ def hopper_forward(key: KernelKey) -> HopperForward:
     )
 
 
+def _forward_with_bias(key: KernelKey) -> HopperForward:
+    """The forward configuration where a thread holds the bias of a block beside its scores.
+
+    As many keys as leave room for float32 words of it without spills (DSL 4.8.1; 24 registers are
+    enough to load with).
+    """
+    block_kv = {64: 96, 96: 80, 128: 80, 192: 80, 256: 48}[key.head_dim]
+    return HopperForward(
+        block_kv, num_consumers=2, is_persistent=key.head_dim <= 192, consumer_registers=240
+    )
+
+
 @dataclass(frozen=True)
 class HopperBackward:
     """A backward kernel's tile and resources.
@@ -96,6 +110,8 @@ class HopperBackward:
         dout_stages: depth of the ring of dO tiles.
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
+        overlaps_dp: dP is computed beside S; else once P has taken the room of S.
+        looks_ahead: the bias, if any, is loaded during the products of the step before.
     """
 
     block_q: int
@@ -105,6 +121,8 @@ class HopperBackward:
     dout_stages: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
+    overlaps_dp: bool = True
+    looks_ahead: bool = False
 
     @property
     def block_kv(self) -> int:
@@ -123,9 +141,14 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
     TFLOP/s on an H200, bfloat16, at 16 x 1024 and 1 x 16384 tokens, causal; cuDNN in brackets.
     """
     if key.head_dim <= 64:
-        # Reached: 275 and 511 (203 and 418).
-        return HopperBackward(block_q=128)
+        # Reached: 275 and 511 (203 and 418). With a bias, S, dP and its words fit for 64 rows.
+        block_q = 64 if key.has_bias else 128
+        return HopperBackward(block_q, overlaps_dp=not key.has_soft_cap, looks_ahead=key.has_bias)
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
     # D = 128 reaches 324 and 578 (247 and 515), D = 256 without splitting keys 259 and 412 (207
     # and 373).
-    return HopperBackward(block_q=64, splits_keys=key.head_dim + key.value_dim <= 256)
+    return HopperBackward(
+        block_q=64,
+        splits_keys=key.head_dim + key.value_dim <= 256,
+        overlaps_dp=not (key.has_soft_cap or key.has_bias),
+    )

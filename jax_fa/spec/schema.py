@@ -12,6 +12,7 @@ Dimensions have the letters of ``problem.py``; beyond those::
     R    query rows, those of every sequence padded to whole blocks
     H    parts of a group of query heads; none if there is one
     E    elements of dK and dV together
+    Z    parts of the batches and heads that share a bias; none if there is one
     U    blocks of query rows that take turns; none unless the backward is deterministic
     Bm Nm Tm Wm  extents of the mask: 1 where it is broadcast, else B, N, T and the words of S keys
     Tc Wc        stripes of rows, and words, of its map
@@ -163,6 +164,11 @@ BACKWARD_SCRATCH = (
 )
 
 
+DBIAS_SCRATCH = (
+    _sums("dbias_parts", "Z Ba Na Ta Sa", "what dbias would be of a part of what shares it"),
+)
+
+
 class Operation(NamedTuple):
     """The arrays of one operation, in call order.
 
@@ -192,7 +198,7 @@ OPERATIONS: dict[arch.Operation, Operation] = {
     ),
     "dbias": Operation(
         (*_FIRST_OPERANDS, *ROWS, *_ADDED_OPERANDS),
-        *((_BIAS.gradient,), ()),
+        *((_BIAS.gradient,), DBIAS_SCRATCH),
         may_lack_scratch=True,
         num_added=0,
     ),

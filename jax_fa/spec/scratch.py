@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax_fa.spec import backward_division, schema
 from jax_fa.spec.arch import Operation
-from jax_fa.spec.band import OF_INTS, Extremes
+from jax_fa.spec.band import OF_INTS, Extremes, ceil_div
 from jax_fa.spec.problem import Problem
 
 
@@ -54,7 +54,15 @@ def extents(given: Mapping[str, Any], asked: Asked, on: Arithmetic = ON_INTS) ->
     group = x["N"] // x["K"]
     parts = backward_division.head_splits(tiles, group, asked.is_banded, on.extremes, on.named)
     parts = on.named("parts", parts)
+    bias_heads = x["Ba"] * x["Na"]
+    bias_tiles = bias_heads
+    for letter in ("Ta", "Sa"):
+        bias_tiles = bias_tiles * ceil_div(x[letter], backward_division.DBIAS_TILE)
+    pairs = x["B"] * x["N"] // on.extremes.maximum(bias_heads, 1)
+    bias_parts = backward_division.dbias_parts(bias_tiles, pairs, on.extremes)
+    bias_parts = on.named("bias_parts", bias_parts)
     return {
+        "Z": on.select(bias_parts > 1, bias_parts, 0),
         "P": on.select(asked.num_splits > 1, asked.num_splits, 0),
         "R": rows,
         "H": on.select(parts > 1, parts, 0),

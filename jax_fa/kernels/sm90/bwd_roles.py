@@ -18,6 +18,7 @@ from jax_fa.kernels import (
     softmax,
     tiles,
 )
+from jax_fa.kernels import bias as biases
 from jax_fa.kernels.backward_work import (
     Step,
     Work,
@@ -29,7 +30,7 @@ from jax_fa.kernels.backward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.sm90 import bwd_instructions, fragment_softmax
+from jax_fa.kernels.sm90 import bwd_instructions, fragment_bias_columns, fragment_softmax
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardConsumer,
     BackwardContext,
@@ -131,6 +132,7 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
                     zero_fill(variant, c, x.smem.k, used)
                     zero_fill(variant, c, x.smem.v, used)
             at = first_step(work, parity)
+            fetch_bias(variant, True, x, c, work, at)
             if x.scalars.deterministic != 0:
                 for _ in cutlass.range(work.num_steps, unroll=1):
                     q, dout, at = step(variant, True, x, c, QueryPipes(q, dout), work, at)
@@ -189,8 +191,9 @@ def step(
     goes first, so that dV and dK run while it is reduced: reducing dQ limits this kernel (on an
     H200, D = 128, T = 16384: 557 TFLOP/s, without it 753; dV before the barrier of dS 529).
     """
-    has_soft_cap = variant.key.has_soft_cap
+    waits_for_s = not variant.config.overlaps_dp
     q, dout = pipes.q, pipes.dout
+    fetch_bias(variant, False, x, c, work, at)
     used = work.window.q_len - at.q_block * variant.config.block_q
     q_full = q.wait_and_advance()
     if const_expr(variant.is_general):
@@ -199,19 +202,22 @@ def step(
     fragments.multiply(c.s_mma, c.s, c.k, c.q[None, None, None, q_full.index], False)
     dp = c.s_mma.make_fragment_C(c.s.shape)
     hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
-    if const_expr(has_soft_cap):
+    if const_expr(waits_for_s):
         warpgroup.wait_group(0)
-        softmax.cap(c.s, x.scalars.cap_inner_log2)
     else:
         dout_full = dout.wait_and_advance()
         start_dp(variant, x, c, dout_full, used, dp)
         warpgroup.wait_group(1)
+    to_logits(variant, x, c)
     if hides | work.is_partial:
         mask_block(variant, x, c, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
-    slope = cute.make_rmem_tensor_like(p) if const_expr(has_soft_cap) else p
-    exponentiate(variant, c, x.smem.lse2[None, q_full.index], x.scalars.score_log2, p, slope)
-    if const_expr(has_soft_cap):
+    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
+    lse2 = x.smem.lse2[None, q_full.index]
+    exponentiate(variant, c, lse2, x.scalars.score_log2, p, slope)
+    if const_expr(variant.key.has_bias):
+        to_slopes(variant, x, c, p, slope)
+    if const_expr(waits_for_s):
         # P and slope take the room of S; there is none for dP beside that.
         dout_full = dout.wait_and_advance()
         start_dp(variant, x, c, dout_full, used, dp)
@@ -249,6 +255,7 @@ def step(
     # Before the softmax D = 256 spilled, and where heads share keys full masks were slower (H200,
     # D = 128, 2 x 8192, forward and backward, ms: 32:1 heads 13.4, here 12.4; 16:16 6.50 and 6.59).
     following = next_step(variant, x, work, at)
+    fetch_bias(variant, True, x, c, work, following)
     warpgroup.wait_group(1)
     dout_full.release()
     warpgroup.wait_group(0)
@@ -285,6 +292,41 @@ def column_pair(c: BackwardConsumer, stats: cute.Tensor, group: int) -> cute.Ten
 
 
 @cute.jit
+def fetch_bias(
+    variant: cutlass.Constexpr,
+    is_ahead: cutlass.Constexpr[bool],
+    x: BackwardContext,
+    c: BackwardConsumer,
+    work: Work,
+    at: Step,
+) -> None:
+    """Starts the loads of the bias of a step's scores, if there is a bias and such a step.
+
+    ``is_ahead`` says whether the step before is under way: some kernels load then, others once the
+    step has begun.
+    """
+    if const_expr(variant.key.has_bias and variant.config.looks_ahead == is_ahead):
+        if const_expr(is_ahead):
+            if (at.q_block >= work.blocks.start) & (at.q_block < work.blocks.end):
+                load_bias(variant, x, c, work, at)
+        else:
+            load_bias(variant, x, c, work, at)
+
+
+@cute.jit
+def load_bias(
+    variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, work: Work, at: Step
+) -> None:
+    """``fetch_bias``, where there is something to load."""
+    bias, config = x.scalars.bias, variant.config
+    head = biases.address_of(bias, biases.row_of(bias, work.tile.batch, at.head, Int32(0)))
+    first_row = at.q_block * config.block_q + c.first_query + fragments.first_column(c.thread)
+    first_key = work.tile.block * config.block_kv + c.first_key
+    first_key = first_key + fragments.row_in_tile(c.thread)
+    fragment_bias_columns.load_columns(c.bias, bias, head, first_row, first_key)
+
+
+@cute.jit
 def exponentiate(
     variant: cutlass.Constexpr,
     c: BackwardConsumer,
@@ -318,6 +360,45 @@ def exponentiate(
 
 
 @cute.jit
+def to_logits(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer) -> None:
+    """Adds the bias to the scores, and caps them, if there is either."""
+    if const_expr(variant.key.has_soft_cap):
+        softmax.cap(c.s, x.scalars.cap_inner_log2)
+    if const_expr(variant.key.has_bias):
+        fragment_bias_columns.add_columns(c.s, c.bias, x.scalars.bias, variant.dtype)
+
+
+@cute.jit
+def to_slopes(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    c: BackwardConsumer,
+    p: cute.Tensor,
+    slope: cute.Tensor,
+) -> None:
+    """Computes P times the slope of a cap that is a run-time value."""
+    slope.store(p.load())
+    if x.scalars.bias.soft_cap != 0.0:
+        times_slope(variant, c, slope)
+
+
+@cute.jit
+def times_slope(variant: cutlass.Constexpr, c: BackwardConsumer, p: cute.Tensor) -> None:
+    """Multiplies P, rounded, by the slope of the cap, whose results the scores hold."""
+    by_key, words = fragments.by_row(c.s), cute.recast_tensor(p, Int32)
+    for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
+        for r in cutlass.range_constexpr(fragments.ROWS):
+            word = fragments.ROWS * group + r
+            powers = primitives.widen(words[word], variant.dtype)
+            scores = [by_key[r, 2 * group + i] for i in range(2)]
+            # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+            slopes = [cute.arch.fmax(1.0 - s * s, 0.0) for s in scores]
+            words[word] = primitives.narrow_pair(
+                powers[0] * slopes[0], powers[1] * slopes[1], variant.dtype
+            )
+
+
+@cute.jit
 def differentiate(c: BackwardConsumer, delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
     """Computes dS = slope (dP - delta), in place of dP.
 
@@ -329,7 +410,7 @@ def differentiate(c: BackwardConsumer, delta: cute.Tensor, slope: cute.Tensor, d
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = column_pair(c, delta, group)
         for r in cutlass.range_constexpr(fragments.ROWS):
-            factors = bwd_instructions.widen(words[fragments.ROWS * group + r], slope.element_type)
+            factors = primitives.widen(words[fragments.ROWS * group + r], slope.element_type)
             for i in cutlass.range_constexpr(2):
                 at = (r, 2 * group + i)
                 by_key[at] = factors[i] * (by_key[at] - pair[i])
@@ -514,6 +595,7 @@ def make_consumer(
         ds_keys=None if owns_keys else dk_mma.make_fragment_A(dk.partition_A(ds_keys)),
         p_keys=None if owns_keys else dv_mma.make_fragment_A(dv.partition_A(p_keys)),
         s=s_mma.make_fragment_C(s_mma.partition_shape_C((WGMMA_ROWS, variant.s_columns))),
+        bias=cute.make_rmem_tensor((variant.s_columns // 2,), Int32) if key.has_bias else None,
         dk=dk_mma.make_fragment_C(dk_mma.partition_shape_C((WGMMA_ROWS, dk_columns))),
         dv=dv_mma.make_fragment_C(dv_mma.partition_shape_C((WGMMA_ROWS, dv_columns))),
         first_key=own_keys * WGMMA_ROWS,

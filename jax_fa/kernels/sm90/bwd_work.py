@@ -1,6 +1,6 @@
 """Bundles and layouts that the roles of the Hopper backward share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -37,6 +37,11 @@ class BackwardVariant(NamedTuple):
     def is_general(self) -> bool:
         """Any operand that hides keys may be present."""
         return self.key.mask == "general"
+
+    @property
+    def may_cap(self) -> bool:
+        """Logits may be bounded by a soft cap."""
+        return self.key.has_soft_cap or self.key.has_bias
 
     @property
     def dq_order(self) -> str:
@@ -167,6 +172,7 @@ class BackwardConsumer(NamedTuple):
     s: cute.Tensor  # accumulator of 64 x block_q
     dk: cute.Tensor  # accumulator of 64 x D
     dv: cute.Tensor  # accumulator of 64 x Dv
+    bias: Any  # words of the bias of the next scores, one each, or None without one
     first_key: Int32  # of this consumer in the tile
     first_query: Int32  # of this consumer's scores in the block
     index: Int32

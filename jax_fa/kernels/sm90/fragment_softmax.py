@@ -9,6 +9,9 @@ from jax_fa.kernels.fragments import ROWS, by_row, column_of
 from jax_fa.kernels.softmax import RowResult, finish_whole_row
 from jax_fa.spec.division import WORD_KEYS
 
+LARGEST = 2.0**127 * (2 - 2.0**-23)
+"""The largest float."""
+
 
 class RowState(NamedTuple):
     """Running statistics of a thread's rows.
@@ -73,13 +76,19 @@ def row_max(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
 
 
 @cute.jit
-def update(acc: cute.Tensor, state: RowState, scale_log2: Float32) -> cute.Tensor:
+def update(
+    acc: cute.Tensor,
+    state: RowState,
+    scale_log2: Float32,
+    may_overflow: cutlass.Constexpr[bool] = False,
+) -> cute.Tensor:
     """Replaces scores by probabilities and brings ``state`` up to date.
 
     Args:
         acc: score fragment; probabilities relative to the new maximum on return.
         state: statistics before, and after, these scores.
         scale_log2: factor of a score in base 2.
+        may_overflow: finite scores may be too large for that; such a score hides its key.
 
     Returns:
         (2,) factor by which everything accumulated so far shrinks.
@@ -92,7 +101,11 @@ def update(acc: cute.Tensor, state: RowState, scale_log2: Float32) -> cute.Tenso
         maximum = cute.arch.fmax(before, quad_max(row_max(scores, row)))
         state.maximum[row] = maximum
         # A row that has seen no key: (-inf) - (-inf) would be NaN, 2 ** (-inf - 0) is 0.
-        reference = Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
+        if cutlass.const_expr(may_overflow):
+            # 2 ** (-inf + LARGEST) is 0 as well.
+            reference = cute.arch.fmax(maximum * scale_log2, Float32(-LARGEST))
+        else:
+            reference = Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
         shrink[row] = cute.math.exp2(before * scale_log2 - reference, fastmath=True)
         sums = [Float32(0.0) for _ in range(4)]
         for i in cutlass.range_constexpr(columns):

@@ -8,6 +8,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
+from jax_fa.kernels import bias as biases
 from jax_fa.kernels import dense_mask, edges, fragments, loads, primitives, softmax, tiles
 from jax_fa.kernels.forward_work import (
     Variant,
@@ -20,7 +21,7 @@ from jax_fa.kernels.forward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.sm90 import fragment_softmax
+from jax_fa.kernels.sm90 import fragment_bias, fragment_softmax
 from jax_fa.kernels.sm90.fwd_work import (
     ForwardConsumer,
     ForwardContext,
@@ -170,6 +171,41 @@ def mask_block(
     block: Int32,
 ) -> None:
     """Hides the keys of a block that a row does not see."""
+    mask_by_place(variant, x, c, work, scores, block)
+    if const_expr(variant.is_general):
+        if dense_mask.is_present(x.scalars.mask):
+            if dense_mask.hides(x.smem.found, block):
+                mask_by_words(variant, x, c, work, scores, block)
+
+
+@cute.jit
+def mask_by_words(
+    variant: cutlass.Constexpr,
+    x: Any,
+    c: Any,
+    work: Work,
+    scores: cute.Tensor,
+    block: Int32,
+) -> None:
+    """Hides the keys of a block that a dense mask hides."""
+    words = []
+    for at in rows_of_thread(variant, x, c, work):
+        row = dense_mask.row_of(x.scalars.mask, work.tile.batch, at.head, at.position)
+        block_kv = variant.config.block_kv
+        words.append(dense_mask.words_of_block(x.scalars.mask, row, block, block_kv))
+    fragment_softmax.mask_by_words(scores, words, fragments.first_column(c.thread))
+
+
+@cute.jit
+def mask_by_place(
+    variant: cutlass.Constexpr,
+    x: Any,
+    c: Any,
+    work: Work,
+    scores: cute.Tensor,
+    block: Int32,
+) -> None:
+    """Hides the keys of a block that the band and segments hide."""
     scalars = x.scalars
     rows = [at.position for at in rows_of_thread(variant, x, c, work)]
     first_key = block * variant.config.block_kv + fragments.first_column(c.thread)
@@ -192,19 +228,9 @@ def mask_block(
             fragment_softmax.mask_segments(
                 scores, row_ids, scalars.kv_segments + (kv_base + first_key), last
             )
-        if dense_mask.is_present(scalars.mask):
-            if dense_mask.hides(x.smem.found, block):
-                words = []
-                for at in rows_of_thread(variant, x, c, work):
-                    row = dense_mask.row_of(scalars.mask, work.tile.batch, at.head, at.position)
-                    block_kv = variant.config.block_kv
-                    words.append(dense_mask.words_of_block(scalars.mask, row, block, block_kv))
-                fragment_softmax.mask_by_words(scores, words, fragments.first_column(c.thread))
 
 
-def rows_of_thread(
-    variant: Variant, x: ForwardContext, c: ForwardConsumer, work: Work
-) -> list[tiles.RowAt]:
+def rows_of_thread(variant: Variant, x: Any, c: Any, work: Work) -> list[tiles.RowAt]:
     """The query position and head of each of the calling thread's rows."""
     row = c.index * WGMMA_ROWS + fragments.row_in_tile(c.thread)
     return [row_of_tile(variant, x, work, row + 8 * r) for r in range(fragments.ROWS)]
@@ -337,6 +363,7 @@ def step(
     if const_expr(masked == "maybe"):
         hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, block)
     await_scores(k_full)
+    add_bias(variant, x, c, work, scores, following)
     shrink = to_probabilities(variant, masked, x, c, work, block, hides, scores)
     warpgroup.wait_group(0)
     v_full.release()
@@ -368,7 +395,43 @@ def to_probabilities(
     if const_expr(masked == "maybe"):
         if hides:
             mask_block(variant, x, c, work, scores, block)
-    return fragment_softmax.update(scores, c.state, x.scalars.scale_log2)
+    has_bias = variant.key.has_bias
+    return fragment_softmax.update(scores, c.state, x.scalars.scale_log2, has_bias)
+
+
+@cute.jit
+def fetch_bias(
+    variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, work: Work, block: Int32
+) -> None:
+    """Starts the loads of the bias of a block's scores, if there is a bias."""
+    if const_expr(variant.key.has_bias):
+        bias, block_kv, addresses = x.scalars.bias, variant.config.block_kv, []
+        for at in rows_of_thread(variant, x, c, work):
+            row = biases.row_of(bias, work.tile.batch, at.head, at.position)
+            addresses.append(biases.address_of(bias, row))
+        rows = fragment_bias.RowBytes(*addresses)
+        first_key = block * block_kv + fragments.first_column(c.thread)
+        fragment_bias.load_rows(c.bias, bias, rows, first_key, block_kv)
+
+
+@cute.jit
+def add_bias(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    scores: cute.Tensor,
+    following: Int32,
+) -> None:
+    """Adds the bias to a block's scores, if there is one, and starts loading the next's.
+
+    ``following`` is the block after this one; before the tile's first, there is none.
+    """
+    if const_expr(variant.key.has_bias):
+        fragment_bias.add_rows(scores, c.bias, x.scalars.bias, variant.dtype)
+        # Here, since the words are free: no more registers than without looking ahead.
+        if following >= work.blocks.start:
+            fetch_bias(variant, x, c, work, following)
 
 
 @cute.jit
@@ -385,12 +448,14 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         k_full = k.wait_and_advance()
         scores = c.qk.make_fragment_C(c.qk.partition_shape_C((WGMMA_ROWS, config.block_kv)))
         q_index = q_full.index * config.num_consumers + c.index
+        newest = work.blocks.end - 1
+        fetch_bias(variant, x, c, work, newest)
         fetch_q(variant, x, c, q_index)
         multiply_qk(variant, c, scores, q_index, k_full.index)
         warpgroup.wait_group(0)
         k_full.release()
         fragment_softmax.reset(c.state)
-        newest = work.blocks.end - 1
+        add_bias(variant, x, c, work, scores, below(variant, x, newest))
         hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
         to_probabilities(variant, "maybe", x, c, work, newest, hides, scores)
         primitives.narrow(scores, c.p)
@@ -403,6 +468,8 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
                 before, before_index = work, q_index
                 work = next_work
+                newest = work.blocks.end - 1
+                fetch_bias(variant, x, c, work, newest)
                 q_next = q.wait_and_advance()
                 q_index = q_next.index * config.num_consumers + c.index
                 fetch_q(variant, x, c, q_index)
@@ -410,7 +477,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 await_scores(k_full)
                 finished = fragment_softmax.copy(c.state)
                 fragment_softmax.reset(c.state)
-                newest = work.blocks.end - 1
+                add_bias(variant, x, c, work, scores, below(variant, x, newest))
                 hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
                 to_probabilities(variant, "maybe", x, c, work, newest, hides, scores)
                 warpgroup.wait_group(0)

@@ -81,6 +81,7 @@ class ForwardConsumer(NamedTuple):
     v: cute.Tensor  # B descriptors, (_, 1, block_kv / 16, stages)
     p: cute.Tensor  # A registers, (8, 1, block_kv / 16)
     out: cute.Tensor  # accumulator of 64 x Dv
+    bias: Any  # words of the bias of the next scores, (block_kv / 2,), or None without one
     state: fragment_softmax.RowState
     index: Int32
     thread: Int32
@@ -106,6 +107,7 @@ def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
         v=pv.make_fragment_B(pv_slice.partition_B(primitives.transposed(x.smem.v))),
         p=pv.make_fragment_A(pv.partition_shape_A((WGMMA_ROWS, config.block_kv))),
         out=pv.make_fragment_C(pv.partition_shape_C((WGMMA_ROWS, key.value_dim))),
+        bias=cute.make_rmem_tensor((config.block_kv // 2,), Int32) if key.has_bias else None,
         state=fragment_softmax.make_row_state(),
         index=cute.arch.make_warp_uniform(thread // edges.WARPGROUP),
         thread=thread % edges.WARPGROUP,

@@ -1,0 +1,91 @@
+"""Bias in the order of score fragments (``fragments.py``): loads ahead of use, and the addition.
+
+A thread loads what belongs to its own scores into words of registers, which are on their way while
+products run. Where the elements are of 16 bits and neighbours along a fragment's row, a word holds
+two; else one.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from jax_fa.kernels import bias as biases
+from jax_fa.kernels import fragments, primitives
+from jax_fa.kernels.bias import Bias
+
+
+class RowBytes(NamedTuple):
+    """Addresses of the bias of a thread's two rows of scores."""
+
+    upper: Int64
+    lower: Int64
+
+
+@cute.jit
+def load_rows(
+    words: cute.Tensor,
+    bias: Bias,
+    rows: RowBytes,
+    first_key: Int32,
+    columns: cutlass.Constexpr[int],
+) -> None:
+    """Starts the loads for a fragment whose rows are queries.
+
+    Args:
+        words: one for each score; elements of 16 bits take half of them.
+        bias: where they come from.
+        rows: of the thread.
+        first_key: that of the thread's first column.
+        columns: of the fragment.
+    """
+    # Neighbours are aligned if rows have an even number of elements.
+    in_pairs = (first_key + (columns - 6) <= bias.keys) & (bias.keys % 2 == 0)
+    groups = columns // 8
+    if bias.size_bytes == 2:
+        if in_pairs:
+            for r in cutlass.range_constexpr(fragments.ROWS):
+                address = rows[r] + first_key * 2
+                for g in cutlass.range_constexpr(groups):
+                    words[fragments.ROWS * g + r] = biases.load_word(address + 16 * g)
+        else:
+            for g in cutlass.range_constexpr(groups):
+                keys = [biases.key_of(bias, first_key + 8 * g + c) * 2 for c in range(2)]
+                for r in cutlass.range_constexpr(fragments.ROWS):
+                    low, high = [biases.load_half(rows[r] + key) for key in keys]
+                    words[fragments.ROWS * g + r] = low | (high << 16)
+    else:
+        if in_pairs:
+            for r in cutlass.range_constexpr(fragments.ROWS):
+                address = rows[r] + first_key * 4
+                for g in cutlass.range_constexpr(groups):
+                    pair = biases.load_pair(address + 32 * g)
+                    for c in cutlass.range_constexpr(2):
+                        words[4 * g + 2 * r + c] = pair[c]
+        else:
+            for g in cutlass.range_constexpr(groups):
+                for c in cutlass.range_constexpr(2):
+                    key = biases.key_of(bias, first_key + 8 * g + c).to(Int64) * 4
+                    for r in cutlass.range_constexpr(fragments.ROWS):
+                        words[4 * g + 2 * r + c] = biases.load_word(rows[r] + key)
+
+
+@cute.jit
+def add_rows(acc: cute.Tensor, words: cute.Tensor, bias: Bias, dtype: cutlass.Constexpr) -> None:
+    """Makes sums of scores: ``scale`` times the score plus what ``load_rows`` loaded, capped."""
+    if bias.size_bytes == 2:
+        for i in cutlass.range_constexpr(cute.size(acc) // 2):
+            pair = primitives.widen(words[i], dtype)
+            for c in cutlass.range_constexpr(2):
+                acc[2 * i + c] = acc[2 * i + c] * bias.scale + pair[c]
+    else:
+        add_words(acc, words, bias)
+    biases.cap(bias, acc)
+
+
+@cute.jit
+def add_words(acc: cute.Tensor, words: cute.Tensor, bias: Bias) -> None:
+    """The sums of words that are floats, an element each."""
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        acc[i] = acc[i] * bias.scale + biases.as_float(words[i])

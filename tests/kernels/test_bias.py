@@ -1,0 +1,482 @@
+"""Bias in Hopper's kernels, through their host entries: forward, backward and its gradient."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.cases import Case, Dense, make
+from helpers.oracle import ULP, Values, complaint, shown, visible
+from helpers.recording import build, needs_compiler, needs_dsl, prebuilt, record
+
+from jax_fa.emulator import EmulationError, Memory, emulate
+from jax_fa.spec import abi, schema, scratch
+from jax_fa.spec.arch import ARCHS, Operation
+from jax_fa.spec.config import choose_backward, choose_dbias, choose_forward
+from jax_fa.spec.key import KernelKey
+from jax_fa.spec.problem import Problem
+
+pytestmark = [
+    needs_dsl,
+    needs_compiler,
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # of the DSL, within the DSL
+    pytest.mark.filterwarnings("default:This static loop"),  # likewise, of heads of 256
+]
+
+CHOICES = {"fwd": choose_forward, "bwd": choose_backward, "dbias": choose_dbias}
+KEY = KernelKey("sm_90a", "bfloat16", 64, 64, "general", has_bias=True)
+
+
+@dataclass(frozen=True)
+class Biased:
+    """A case with a bias.
+
+    Attributes:
+        case: the rest.
+        dims: those of B, N, T, S along which the bias varies.
+        dtype: of the bias; None for that of the queries.
+        hides: of each row about so many keys in ten have a bias of -inf, of row 3 all.
+        least: instead of -inf.
+    """
+
+    case: Case
+    dims: str = "BNTS"
+    dtype: str | None = None
+    hides: int = 0
+    least: float = -np.inf
+
+    def __str__(self) -> str:
+        return f"{self.case}-{self.dims}-{self.dtype or 'element'}"
+
+    def make(self, element: Any) -> np.ndarray:
+        """The bias [B|1, N|1, T|1, S|1]."""
+        case = self.case
+        rng = np.random.default_rng([case.seed, *case.name.encode(), 2])
+        extents = {"B": case.batch, "N": case.heads, "T": case.q_len, "S": case.kv_len}
+        shape = tuple(extents[x] if x in self.dims else 1 for x in "BNTS")
+        bias = rng.normal(size=shape)
+        if self.hides:
+            bias = np.where(rng.random(shape) < self.hides / 10, self.least, bias)
+            bias[:, :, 3:4] = self.least
+        with np.errstate(over="ignore"):
+            return bias.astype(self.dtype or element)
+
+
+class Exact(NamedTuple):
+    """Results by formula."""
+
+    out: Any
+    lse: Any
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    size: Any = None  # of dbias: the sum of the absolute values of its terms
+
+
+def attend(given: Any, bias: np.ndarray, rounding: str | None = None) -> Exact:
+    """All results with full score matrices; ``rounding`` as for ``oracle.attend``."""
+    (operands, (dout, dlse)), semantics = given.data, given.semantics
+    dtype: Any = np.float64 if rounding is None else np.float32
+    kind = dtype if rounding is None else getattr(ml_dtypes, rounding, rounding)
+
+    def narrow(x: Any) -> Any:
+        return x.astype(kind).astype(dtype)
+
+    group = operands.q.shape[2] // operands.k.shape[2]
+    arrays = (operands.q, dout, operands.k, operands.v)
+    q, dout, *kv = (np.swapaxes(np.asarray(x, dtype), 1, 2) for x in arrays)
+    k, v = (np.repeat(x, group, 1) for x in kv)
+    dlse = np.swapaxes(np.asarray(dlse, dtype), 1, 2)[..., None]
+    pairs = visible(operands, semantics)[:, None]
+    if operands.mask_words is not None:
+        pairs = pairs & shown(operands)
+    added = np.asarray(bias, dtype)
+    pairs = pairs & (added != -np.inf)
+    used = pairs.any(1).any(2)[:, None, :, None]
+    q, dout, dlse = (np.where(used, x, 0) for x in (q, dout, dlse))
+    keys = pairs.any(1).any(1)[:, None, :, None]
+    k, v = (np.where(keys, x, 0) for x in (k, v))
+    logits = q @ np.swapaxes(k, 2, 3) * dtype(semantics.scale) + np.where(
+        added == -np.inf, 0, added
+    )
+    slope: Any = dtype(1)
+    if semantics.soft_cap is not None:
+        bounded = np.tanh(logits / dtype(semantics.soft_cap))
+        logits, slope = dtype(semantics.soft_cap) * bounded, 1 - bounded**2
+    logits = np.where(pairs, logits, -np.inf)
+    top = logits.max(3, keepdims=True)
+    # What jax_fa/kernels/softmax.py says of logits beyond what 32 bits hold in base 2.
+    pairs = pairs & (top > -(2.0**127))
+    logits = np.where(pairs, logits, -np.inf)
+    top = np.where(pairs.any(3, keepdims=True), top, 0)
+    weights = np.exp(logits - top)
+    total = weights.sum(3, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + top
+    out = narrow(narrow(weights) @ v / np.where(total > 0, total, 1))
+    delta = (dout * out).sum(3, keepdims=True) - dlse
+    p = np.exp(logits - np.where(np.isneginf(lse), np.inf, lse))
+    dlogits = p * (dout @ np.swapaxes(v, 2, 3) - delta) * slope
+    axes = tuple(i for i in range(4) if bias.shape[i] == 1)
+    ds = narrow(dlogits)
+
+    def by_key(x: Any) -> Any:
+        batch, heads, length, dim = x.shape
+        return np.swapaxes(x.reshape(batch, heads // group, group, length, dim).sum(2), 1, 2)
+
+    scale = dtype(semantics.scale)
+    return Exact(
+        np.swapaxes(out, 1, 2),
+        np.swapaxes(lse[..., 0], 1, 2),
+        narrow(np.swapaxes(ds * scale @ k, 1, 2)),
+        narrow(by_key(np.swapaxes(ds * scale, 2, 3) @ q)),
+        narrow(by_key(np.swapaxes(narrow(p), 2, 3) @ dout)),
+        (ds if rounding else dlogits).sum(axes, keepdims=True),
+        abs(dlogits).sum(axes, keepdims=True),
+    )
+
+
+class Given(NamedTuple):
+    """A biased case with its arrays and exact results."""
+
+    biased: Biased
+    data: Any
+    semantics: Any
+    bias: np.ndarray
+
+    @property
+    def operands(self) -> Any:
+        """With the bias."""
+        return self.data.operands._replace(bias=self.bias)
+
+
+def given_of(biased: Biased, dtype: str = "bfloat16") -> Given:
+    """The arrays of a case; tokens beyond the sequences are NaN."""
+    case, data = biased.case, make(biased.case, dtype)
+    x, (dout, dlse) = data
+    for lengths, arrays in ((case.q_lengths, (x.q, dout)), (case.kv_lengths, (x.k, x.v))):
+        for row, length in enumerate(lengths or ()):
+            for array in arrays:
+                array[row, length:] = np.nan
+    return Given(biased, data, case.semantics, biased.make(data.operands.q.dtype))
+
+
+def call(built: Any, operation: Operation, given: Given, *, seed: int = 1, **fields: float) -> Any:
+    """Results of an entry, by name; what kernels do not write is NaN."""
+    operands, semantics = given.operands, given.semantics
+    problem, memory = Problem.of(operands, semantics), Memory()
+    arrays = {name: x for name, x in operands._asdict().items() if x is not None}
+    if operation != "fwd":
+        rounded = attend(given, given.bias, problem.dtype)
+        dout, dlse = given.data.cotangents
+        delta = (np.asarray(dout, np.float32) * rounded.out).sum(3) - dlse
+        arrays |= {
+            "out": rounded.out.astype(operands.q.dtype),
+            "lse": rounded.lse.astype(np.float32),
+            "dout": dout,
+            "dlse": np.asarray(dlse, np.float32),
+            "delta": np.where(np.isneginf(rounded.lse), np.nan, delta).astype(np.float32),
+        }
+    shapes = {
+        "fwd": {"out": operands.q, "lse": None},
+        "bwd": {"dq": operands.q, "dk": operands.k, "dv": operands.v},
+        "dbias": {"dbias": operands.bias},
+    }[operation]
+    rows = operands.q.shape[:3]
+    results = {}
+    for name, like in shapes.items():
+        shape, dtype = (rows, np.float32) if like is None else (like.shape, like.dtype)
+        if name == "out":
+            shape = (*rows, operands.v.shape[3])
+        results[name] = np.full(shape, np.nan, dtype)
+    arrays |= results
+    for name, (shape, dtype) in scratch.shapes(operation, problem, 1).items():
+        arrays[name] = np.full(shape, -1 if dtype == "int32" else np.nan, dtype)
+    names = {x.name for x in abi.PARAMETERS[operation]}
+    values: dict[str, float] = {}
+    for name, x in arrays.items():
+        if name in names and x.size:
+            x = np.ascontiguousarray(x)
+            arrays[name] = x
+            values[name] = memory.add(name, x.view(np.uint16) if x.itemsize == 2 else x)
+            if name in results:
+                results[name] = x
+    values |= {x.name: getattr(problem, x.name) for x in schema.EXTENTS}
+    band = semantics.band
+    values |= {"window_left": band.left_bound, "window_right": band.right_bound}
+    values |= {"bottom_right": band.alignment == "bottom_right", "num_sms": 2}
+    values |= {"scale": semantics.scale, "soft_cap": semantics.soft_cap or 0.0, **fields}
+    for launch in record(built, abi.PARAMETERS[operation], values):
+        emulate(built.ptx, launch, memory, seed=seed)
+    return results
+
+
+def check(results: Any, given: Given, dtype: str = "bfloat16") -> None:
+    """Asserts the tolerance rule of ``oracle.py``."""
+    exact, rounded = attend(given, given.bias), attend(given, given.bias, dtype)
+    largest = np.abs(exact.lse[np.isfinite(exact.lse)]).max(initial=0)
+    few = ULP["float32"] * max(8, 2 * largest)
+    broken = []
+    for name, got in results.items():
+        kind = "float32" if name == "lse" else str(got.dtype)
+        size, relative = None, few
+        if name == "dbias" and given.bias.shape[3] == 1:
+            # Of all keys, dS cancels but for dlse; delta holds an output that was rounded.
+            size, relative = exact.size, ULP[dtype] / 32
+        values = Values(got, getattr(exact, name), getattr(rounded, name), relative, size)
+        broken += [complaint(name, values, ULP[kind])]
+    assert not any(broken), f"{given.biased}: {broken}"
+
+
+MANY = {"batch": 2, "q_len": 150, "kv_len": 270, "heads": 4, "kv_heads": 2}
+CASES = (
+    Biased(Case("all", **MANY)),
+    Biased(Case("all", **MANY), dtype="float32"),
+    Biased(Case("heads", **MANY), "NTS"),
+    Biased(Case("heads_causal", is_causal=True, **MANY), "NTS", "float32"),
+    Biased(Case("hidden", **MANY), "NTS", hides=5),
+    Biased(Case("least", **MANY), "BTS", "float32", hides=5, least=float(np.finfo("float32").min)),
+    Biased(Case("odd", q_len=70, kv_len=133), "BNTS"),
+    Biased(Case("odd", q_len=70, kv_len=133), "BNTS", "float32"),
+    Biased(Case("keys", **MANY), "BS"),
+    Biased(Case("rows", **MANY), "NT", "float32"),
+    Biased(Case("one", **MANY), "", "float32"),
+    Biased(Case("parts", batch=6, q_len=70, kv_len=130, heads=3, kv_heads=1), "TS"),
+    Biased(Case("part_of_heads", batch=7, q_len=70, kv_len=35, heads=2), "NTS", "float32"),
+    Biased(Case("cap", soft_cap=2.0, window=(40, 3), **MANY), "NTS", hides=2),
+    Biased(
+        Case(
+            "everything",
+            q_lengths=(150, 77),
+            kv_lengths=(100, 270),
+            q_offset=5,
+            window=(90, 40),
+            dense=Dense("holes", "BNTS"),
+            **MANY,
+        ),
+        "TS",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """The kernels of the operations, by name."""
+    found: dict[Any, Any] = {}
+
+    def get(operation: str, key: KernelKey = KEY) -> Any:
+        if (operation, key) not in found:
+            folder, chosen = tmp_path_factory.mktemp(operation), CHOICES[operation](key)
+            found[operation, key] = prebuilt(folder, f"sm90.{operation}", key, chosen)
+        return found[operation, key]
+
+    return get
+
+
+@pytest.mark.parametrize("biased", CASES, ids=str)
+@pytest.mark.parametrize("operation", ["fwd", "bwd", "dbias"])
+def test_kernels_are_right(kernels, operation, biased):
+    given = given_of(biased)
+    check(call(kernels(operation), operation, given), given)
+
+
+SMALL = {"q_len": 90, "kv_len": 150, "heads": 2, "kv_heads": 1}
+OTHERS = [
+    (heads, dtype)
+    for heads in ARCHS[0].kernels("dbias").heads
+    for dtype in ("bfloat16", "float16")
+    if (heads == (64, 64)) != (dtype == "bfloat16")
+]
+
+
+@pytest.mark.parametrize("operation", ["fwd", "bwd", "dbias"])
+@pytest.mark.parametrize(("heads", "dtype"), OTHERS, ids=str)
+def test_all_head_sizes_and_types_are_right(kernels, operation, heads, dtype):
+    key = replace(KEY, dtype=dtype, head_dim=heads[0], value_dim=heads[1])
+    for bias_dtype in (None, "float32"):
+        case = Case("small", head_dim=heads[0], value_dim=heads[1], **SMALL)
+        given = given_of(Biased(case, "NTS", bias_dtype, hides=2), dtype)
+        check(call(kernels(operation, key), operation, given), given, dtype)
+
+
+# ------------------------------------------------------------------------------------ single faults
+
+SMALLER = {"batch": 2, "q_len": 150, "kv_len": 134, "heads": 2, "kv_heads": 1}
+PLAIN = Biased(Case("plain", **SMALLER))
+BY_ROW = Biased(Case("by_row", **SMALLER), "BNT", "float32")
+BY_KEY = Biased(Case("by_key", **SMALLER), "BNS", "float32")
+SHARED = Biased(Case("shared", batch=6, q_len=70, kv_len=66, heads=3, kv_heads=1), "TS")
+CAPPED = Biased(Case("capped", soft_cap=2.0, **SMALLER), hides=3)
+LEAST = Biased(Case("least", **SMALLER), "BNTS", "float32", 5, float(np.finfo("float32").min))
+USED = Biased(Case("used", q_lengths=(150, 77), kv_lengths=(100, 134), **SMALLER))
+ODD = Biased(Case("odd", q_len=70, kv_len=133))
+
+
+def every_head_is_the_first(kernels):
+    """A stride of 0 over heads."""
+    right = kernels.bias.row_of
+    return {"bias.row_of": lambda bias, batch, head, row: right(bias, batch, head * 0, row)}
+
+
+def batches_are_a_head_apart(kernels):
+    """The stride over batches is that over heads."""
+    clamped = kernels.bias.clamped_row
+
+    def wrong(bias, batch, head, row):
+        least = kernels.bias.cutlass.min
+        own = least(batch, bias.batch - 1) + least(head, bias.heads - 1)
+        return own.to(kernels.bias.Int64) * bias.rows + clamped(bias, row)
+
+    return {"bias.row_of": wrong}
+
+
+def rows_are_one_further(kernels):
+    """The row below."""
+    right = kernels.bias.clamped_row
+    return {"bias.clamped_row": lambda bias, position: right(bias, position + 1)}
+
+
+def keys_are_two_further(kernels):
+    """The pair to the right, or the second key."""
+    rows, columns = kernels.fragment_bias.load_rows, kernels.fragment_bias_columns.load_columns
+    return {
+        "fragment_bias.load_rows": lambda w, b, r, key, n: rows(w, b, r, key + 2, n),
+        "fragment_bias_columns.load_columns": lambda w, b, h, row, key: columns(
+            w, b, h, row, key + 2
+        ),
+    }
+
+
+def rows_lie_closer(kernels):
+    """A wrong stride over rows."""
+    right = kernels.bias.Bias.row_bytes.fget
+    return {"bias.Bias.row_bytes": property(lambda bias: right(bias) - 8)}
+
+
+def nothing_is_clamped(kernels):
+    """Keys beyond the last are read."""
+    return {"bias.key_of": lambda bias, key: key}
+
+
+def a_cap_shows_what_is_hidden(kernels):
+    """-inf becomes the cap's negative."""
+
+    def wrong(bias, acc):
+        kernels.softmax.cap(acc, 2.0 * kernels.softmax.LOG2_E / bias.soft_cap)
+
+    return {"bias.cap": wrong}
+
+
+def large_scores_overflow(kernels):
+    """The maximum of a row is -inf in base 2."""
+    right = kernels.fragment_softmax.update
+    return {"fragment_softmax.update": lambda acc, state, scale, _: right(acc, state, scale)}
+
+
+def one_pair_stands_for_all(kernels):
+    """Of the batches and heads that share a tile, one counts."""
+    right, make = kernels.dbias_roles.bias_tile, kernels.dbias_work.Range
+
+    def wrong(variant, x, number):
+        tile = right(variant, x, number)
+        return tile._replace(pairs=make(tile.pairs.start, tile.pairs.start + 1))
+
+    return {"dbias_roles.bias_tile": wrong}
+
+
+def one_block_stands_for_all(kernels):
+    """Of the rows and keys that share a tile, the first block counts."""
+    make = kernels.dbias_work.Range
+    return {"dbias_work._swept": lambda block, *_: make(block, block + 1)}
+
+
+def parts_are_not_summed(kernels):
+    """The first part is the result."""
+    right = kernels.dbias.merge_kernel
+    return {
+        "dbias.merge_kernel": lambda d, parts, n, elements: right(d, parts, n * 0 + 1, elements)
+    }
+
+
+def rows_are_not_summed(kernels):
+    """The first row of a tile stands for all."""
+    return {"dbias_roles.sum_rows": lambda *_: None}
+
+
+def keys_are_not_summed(kernels):
+    """The keys of a thread stand for all."""
+    return {"fragment_softmax.quad_sum": lambda total: total}
+
+
+def a_cap_has_no_slope(kernels):
+    """dS is that of the capped sum."""
+    right = kernels.dbias_roles.exponentiate
+    return {"dbias_roles.exponentiate": lambda x, stats, s, _: right(x, stats, s, False)}
+
+
+def unused_rows_count(kernels):
+    """Rows beyond the sequence are added, whatever they hold."""
+    right = kernels.dbias_roles.add_products
+    return {"dbias_roles.add_products": lambda c, stats, s, dp, _: right(c, stats, s, dp, False)}
+
+
+FAULTS = [
+    ("fwd", PLAIN, every_head_is_the_first),
+    ("fwd", PLAIN, batches_are_a_head_apart),
+    ("fwd", PLAIN, rows_are_one_further),
+    ("fwd", PLAIN, keys_are_two_further),
+    ("fwd", PLAIN, rows_lie_closer),
+    ("fwd", ODD, nothing_is_clamped),
+    ("fwd", CAPPED, a_cap_shows_what_is_hidden),
+    ("fwd", LEAST, large_scores_overflow),
+    ("bwd", PLAIN, every_head_is_the_first),
+    ("bwd", PLAIN, rows_are_one_further),
+    ("bwd", PLAIN, keys_are_two_further),
+    ("bwd", ODD, nothing_is_clamped),
+    ("bwd", CAPPED, a_cap_shows_what_is_hidden),
+    ("dbias", PLAIN, every_head_is_the_first),
+    ("dbias", SHARED, one_pair_stands_for_all),
+    ("dbias", BY_KEY, one_block_stands_for_all),
+    ("dbias", SHARED, parts_are_not_summed),
+    ("dbias", BY_KEY, rows_are_not_summed),
+    ("dbias", BY_ROW, keys_are_not_summed),
+    ("dbias", CAPPED, a_cap_has_no_slope),
+    ("dbias", USED, unused_rows_count),
+]
+
+
+@pytest.mark.parametrize("operation", ["fwd", "bwd", "dbias"])
+@pytest.mark.parametrize("biased", sorted({x[1] for x in FAULTS}, key=str), ids=str)
+def test_kernels_without_a_fault_are_right(kernels, operation, biased):
+    given = given_of(biased)
+    check(call(kernels(operation), operation, given), given)
+
+
+def kernel_modules():
+    """Modules of the kernels, by their last names."""
+    names = ["bias", "softmax", "sm90.fragment_bias", "sm90.fragment_softmax"]
+    names += ["sm90.fragment_bias_columns", "sm90.dbias", "sm90.dbias_roles", "sm90.dbias_work"]
+    found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
+    return SimpleNamespace(**found)
+
+
+@pytest.mark.parametrize(
+    ("operation", "biased", "fault"), FAULTS, ids=[f"{x[0]}-{x[2].__name__}" for x in FAULTS]
+)
+def test_a_fault_is_noticed(tmp_path, monkeypatch, operation, biased, fault):
+    modules = kernel_modules()
+    for place, wrong in fault(modules).items():
+        *path, name = place.split(".")
+        home = functools.reduce(getattr, path, modules)
+        monkeypatch.setattr(home, name, wrong)
+    built = build(tmp_path, f"sm90.{operation}", KEY, CHOICES[operation](KEY))
+    given = given_of(biased)
+    with pytest.raises((AssertionError, EmulationError)):
+        check(call(built, operation, given), given)
