@@ -110,6 +110,14 @@ def as_float(word: Int32) -> Float32:
     )
 
 
+def probability(power: Float32) -> Float32:
+    """``power``, 2 to a logit less its row's LSE, but at most 1.
+
+    Logits may be so large that the LSE is rounded by more than they differ: of -1e9, by 32.
+    """
+    return cute.arch.fmin(power, Float32(1.0), nan=True)
+
+
 @cute.jit
 def cap(bias: Bias, acc: cute.Tensor) -> None:
     """``softmax.cap`` of sums, where there is a cap. Sums of -inf stay that: they hide a pair."""

@@ -349,6 +349,8 @@ def exponentiate(
             powers = [
                 cute.math.exp2(scores[i] * score_log2 - pair[i], fastmath=True) for i in range(2)
             ]
+            if const_expr(variant.key.has_bias):
+                powers = [biases.probability(power) for power in powers]
             word = fragments.ROWS * group + r
             p_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
             if const_expr(variant.key.has_soft_cap):

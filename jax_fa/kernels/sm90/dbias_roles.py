@@ -193,7 +193,7 @@ def exponentiate(
         for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
             score = by_row[r, i]
             exponent = score * x.scalars.scale_log2 - stats.lse2[r]
-            p = cute.math.exp2(exponent, fastmath=True)
+            p = biases.probability(cute.math.exp2(exponent, fastmath=True))
             if const_expr(has_cap):
                 # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
                 p = p * cute.arch.fmax(1.0 - score * score, 0.0)

@@ -9,9 +9,6 @@ from jax_fa.kernels.fragments import ROWS, by_row, column_of
 from jax_fa.kernels.softmax import RowResult, finish_whole_row
 from jax_fa.spec.division import WORD_KEYS
 
-LARGEST = 2.0**127 * (2 - 2.0**-23)
-"""The largest float."""
-
 
 class RowState(NamedTuple):
     """Running statistics of a thread's rows.
@@ -80,7 +77,7 @@ def update(
     acc: cute.Tensor,
     state: RowState,
     scale_log2: Float32,
-    may_overflow: cutlass.Constexpr[bool] = False,
+    are_wide: cutlass.Constexpr[bool] = False,
 ) -> cute.Tensor:
     """Replaces scores by probabilities and brings ``state`` up to date.
 
@@ -88,7 +85,8 @@ def update(
         acc: score fragment; probabilities relative to the new maximum on return.
         state: statistics before, and after, these scores.
         scale_log2: factor of a score in base 2.
-        may_overflow: finite scores may be too large for that; such a score hides its key.
+        are_wide: scores may be so large that a product with the factor is rounded by more than they
+            differ, or overflows. One that overflows to -inf hides its key.
 
     Returns:
         (2,) factor by which everything accumulated so far shrinks.
@@ -101,21 +99,29 @@ def update(
         maximum = cute.arch.fmax(before, quad_max(row_max(scores, row)))
         state.maximum[row] = maximum
         # A row that has seen no key: (-inf) - (-inf) would be NaN, 2 ** (-inf - 0) is 0.
-        if cutlass.const_expr(may_overflow):
-            # 2 ** (-inf + LARGEST) is 0 as well.
-            reference = cute.arch.fmax(maximum * scale_log2, Float32(-LARGEST))
+        if cutlass.const_expr(are_wide):
+            top = Float32(0.0) if maximum * scale_log2 == -Float32.inf else maximum
         else:
-            reference = Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
-        shrink[row] = cute.math.exp2(before * scale_log2 - reference, fastmath=True)
+            top = Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
+        shrink[row] = power(before, top, scale_log2, are_wide)
         sums = [Float32(0.0) for _ in range(4)]
         for i in cutlass.range_constexpr(columns):
-            p = cute.math.exp2(scores[row, i] * scale_log2 - reference, fastmath=True)
+            p = power(scores[row, i], top, scale_log2, are_wide)
             scores[row, i] = p
             sums[i % 4] = sums[i % 4] + p
         state.total[row] = state.total[row] * shrink[row] + (
             (sums[0] + sums[1]) + (sums[2] + sums[3])
         )
     return shrink
+
+
+def power(
+    score: Float32, top: Float32, scale_log2: Float32, are_wide: cutlass.Constexpr[bool]
+) -> Float32:
+    """2 to a score less the row's largest, in base 2; ``top`` is that one, scaled unless wide."""
+    if are_wide:
+        return cute.math.exp2((score - top) * scale_log2, fastmath=True)
+    return cute.math.exp2(score * scale_log2 - top, fastmath=True)
 
 
 @cute.jit
