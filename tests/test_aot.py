@@ -43,8 +43,8 @@ def test_names_are_unique_identifiers():
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_an_architecture_has_fewer_than_100_variants(arch):
-    assert 0 < len(variants.of_families([arch.name])) < 100
+def test_an_architecture_has_fewer_than_130_variants(arch):
+    assert 0 < len(variants.of_families([arch.name])) < 130
 
 
 def test_every_capability_belongs_to_one_architecture():
@@ -193,6 +193,7 @@ def test_globs_restrict_the_variants():
         "fwd_sm90_bf16_d128_general",
         "fwd_sm90_bf16_d128_general_cap",
         "fwd_sm90_bf16_d128_general_split",
+        "fwd_sm90_bf16_d128_general_bias",
         "fwd_sm90_fp16_d64_full",
     ]
 

@@ -133,9 +133,17 @@ def exceptions() -> str:
         cells = {name: _cell(problems, *column) for name, column in columns.items()}
         where = [name for name, cell in cells.items() if cell != "kernel"]
         if where:
-            place = "on GPUs" if where == [*columns][1:] else ", ".join(where)
+            place = "on GPUs" if where == [*columns][1:] else ", ".join(_joined(where))
             lines.setdefault(place, []).append(feature)
     return "\n".join(f"- {place}: {'; '.join(names)}" for place, names in lines.items())
+
+
+def _joined(columns: Sequence[str]) -> list[str]:
+    """The columns, a family without its operations where both of them are among these."""
+    of_family: dict[str, list[str]] = {}
+    for column in columns:
+        of_family.setdefault(column.split()[0], []).append(column)
+    return [x for family, own in of_family.items() for x in ([family] if len(own) > 1 else own)]
 
 
 SECTIONS = {"support table": table, "exceptions": exceptions}
