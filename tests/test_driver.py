@@ -13,23 +13,8 @@ from jax_fa.spec.band import UNBOUNDED, Band
 from jax_fa.spec.problem import Problem, Semantics
 
 COMPILED = [name for name in _jax_fa.variants() if name in variants.BY_NAME]
-ARRAYS = (
-    "q",
-    "k",
-    "v",
-    "out",
-    "lse",
-    "dout",
-    "dlse",
-    "dq",
-    "dk",
-    "dv",
-    *(x.name for x in schema.BACKWARD_SCRATCH),
-    "out_parts",
-    "lse_parts",
-)
 # Multiples of what TMA descriptors ask for, and large enough not to be mistaken for extents.
-ADDRESSES = {name: 0x7F00_0000_0000 + 0x100_0000 * i for i, name in enumerate(ARRAYS)}
+ADDRESSES = {name: 0x7F00_0000_0000 + 0x100_0000 * i for i, name in enumerate(schema.BY_NAME)}
 
 # Operands that are given with an operand, itself first.
 TOGETHER: dict[str | None, tuple[str, ...]] = {
@@ -62,33 +47,38 @@ def problem_for(variant, **fields):
     if key.is_split:
         base = replace(base, q_len=1)
         assert variants.kv_splits(base) > 1
+    if key.has_bias:
+        extents = {"bias_batch": 2, "bias_heads": 8, "bias_rows": 1, "bias_keys": 1}
+        base = replace(base, bias_bytes=4, **extents)
     return replace(base, **fields)
 
 
+def arrays_of(problem, operation):
+    """The arrays of a call that may not be absent, a cotangent of the LSE, and the bias if any."""
+    own, wanted = schema.OPERATIONS[operation], {"dlse"}
+    if problem.has_bias:
+        wanted |= {"bias", "dbias"}
+    is_split = operation == "fwd" and variants.kv_splits(problem) > 1
+    scratch = own.scratch if is_split or not own.may_lack_scratch else ()
+    given = (*own.operands, *own.results, *scratch)
+    return [x.name for x in given if not x.is_optional or x.name in wanted]
+
+
 def call_for(problem, operation="fwd"):
-    """The fields of FwdParams or BwdParams for ``problem``, at addresses that nothing reads."""
+    """The fields of an operation's parameters for ``problem``, at addresses that nothing reads."""
     semantics = problem.semantics
     splits = variants.kv_splits(problem) if operation == "fwd" else 1
     scratch = {"num_splits": splits} if splits > 1 else {}
-    unused = {*ARRAYS[5:]} if operation == "fwd" else {*ARRAYS[-2:]}
-    unused -= {"out_parts", "lse_parts"} if splits > 1 else set()
     return {
         "dtype": problem.dtype,
-        "batch": problem.batch,
-        "num_sequences": problem.num_sequences,
-        "q_len": problem.q_len,
-        "kv_len": problem.kv_len,
-        "num_q_heads": problem.num_q_heads,
-        "num_kv_heads": problem.num_kv_heads,
-        "head_dim": problem.head_dim,
-        "value_dim": problem.value_dim,
+        **{extent.name: getattr(problem, extent.name) for extent in schema.EXTENTS},
         "scale": semantics.scale,
         "soft_cap": semantics.soft_cap or 0.0,
         "window_left": semantics.band.left_bound,
         "window_right": semantics.band.right_bound,
         "bottom_right": semantics.band.alignment == "bottom_right",
         "deterministic": semantics.deterministic,
-        **{name: address for name, address in ADDRESSES.items() if name not in unused},
+        **{name: ADDRESSES[name] for name in arrays_of(problem, operation)},
         **scratch,
     }
 
@@ -135,9 +125,13 @@ def test_recorded_launches_fit_the_hardware(variant):
 def test_arrays_reach_the_kernels(variant):
     """Descriptors and pointers both begin with an address."""
     params = b"".join(p for launch in record(variant)["launches"] for p in launch["params"])
-    names = ("q", "k", "v", "out", "lse")
-    names = names if variant.operation == "fwd" else (*names[:3], "dout", "dq", "dk", "dv")
+    names = {
+        "fwd": ("q", "k", "v", "out", "lse"),
+        "bwd": ("q", "k", "v", "dout", "dq", "dk", "dv"),
+        "dbias": ("q", "k", "v", "dout", "lse", "delta", "dbias"),
+    }[variant.operation]
     names = (*names, "out_parts", "lse_parts") if variant.key.is_split else names
+    names = (*names, "bias") if variant.key.has_bias else names
     for name in names:
         assert ADDRESSES[name].to_bytes(8, "little") in params, name
 
