@@ -102,7 +102,23 @@ _HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 _CLOCK = "clock computed from the published peak"
 _THOR = "exponentials assumed; no paired float32, since ptxas takes pairs apart for it"
 
+_NONE = Kernels(())
+"""Of an operation that runs unfused."""
+
 ARCHS = (
+    Arch(
+        name="sm80",
+        capabilities=("8.0", "8.6", "8.7", "8.9"),
+        target="sm_80",
+        folder="mma_sync",
+        fwd=Kernels(_HEADS),
+        bwd=_NONE,
+        mma="mma.sync",
+        rates=Rates(mma_flops=2048, mma_rows=32, exponentials=16, has_pairs=False),
+        products=(
+            Product("A100", 108, 1.41e9, 2.039e12),
+        ),
+    ),
     Arch(
         name="sm90",
         capabilities=("9.0",),

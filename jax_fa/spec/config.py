@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jax_fa.spec.arch import Arch, Operation, arch_of_target
+from jax_fa.spec.config_mma_sync import MmaSyncForward, mma_sync_forward
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward, hopper_backward, hopper_forward
 from jax_fa.spec.config_sm100 import (
     BlackwellBackward,
@@ -13,6 +14,8 @@ from jax_fa.spec.config_sm100 import (
     blackwell_forward,
 )
 from jax_fa.spec.key import KernelKey
+
+ForwardConfig = MmaSyncForward | HopperForward | BlackwellForward
 
 
 def _arch_of(key: KernelKey, operation: Operation) -> Arch:
@@ -32,7 +35,7 @@ def _arch_of(key: KernelKey, operation: Operation) -> Arch:
     return arch
 
 
-def choose_forward(key: KernelKey) -> HopperForward | BlackwellForward:
+def choose_forward(key: KernelKey) -> ForwardConfig:
     """The forward configuration for ``key``.
 
     Raises:
@@ -50,7 +53,8 @@ def choose_backward(key: KernelKey) -> HopperBackward | BlackwellBackward:
     return _BACKWARDS[_arch_of(key, "bwd").folder](key)
 
 
-_FORWARDS: dict[str, Callable[[KernelKey], HopperForward | BlackwellForward]] = {
+_FORWARDS: dict[str, Callable[[KernelKey], ForwardConfig]] = {
+    "mma_sync": mma_sync_forward,
     "sm90": hopper_forward,
     "sm100": blackwell_forward,
 }

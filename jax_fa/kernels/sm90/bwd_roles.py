@@ -12,6 +12,7 @@ from jax_fa.kernels import (
     backward_rows,
     dense_mask,
     edges,
+    fragment_softmax,
     fragments,
     loads,
     primitives,
@@ -29,7 +30,7 @@ from jax_fa.kernels.backward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.sm90 import bwd_instructions, fragment_softmax
+from jax_fa.kernels.sm90 import bwd_instructions
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardConsumer,
     BackwardContext,

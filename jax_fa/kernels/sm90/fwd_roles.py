@@ -8,7 +8,16 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import dense_mask, edges, fragments, loads, primitives, softmax, tiles
+from jax_fa.kernels import (
+    dense_mask,
+    edges,
+    fragment_softmax,
+    fragments,
+    loads,
+    primitives,
+    softmax,
+    tiles,
+)
 from jax_fa.kernels.forward_work import (
     Variant,
     Work,
@@ -20,7 +29,6 @@ from jax_fa.kernels.forward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.sm90 import fragment_softmax
 from jax_fa.kernels.sm90.fwd_work import (
     ForwardConsumer,
     ForwardContext,
@@ -456,8 +464,25 @@ def store(
 
     ``q_index`` is the stage of the consumer's queries, over which out is staged.
     """
-    span = work.span
     rows = rows_of_thread(variant, x, c, work)
+    finish_rows(variant, x, c, work, rows, state)
+    if const_expr(variant.is_split):
+        store_part(x, c, work, rows, batch_of_part(variant, x, work))
+    else:
+        store_rounded(variant, x, c, work, q_index, rows)
+
+
+@cute.jit
+def finish_rows(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    rows: list[tiles.RowAt],
+    state: fragment_softmax.RowState,
+) -> None:
+    """Normalises the accumulator of ``rows`` and writes their lse."""
+    span = work.span
     sinks = [sink_of(variant, x, work, rows[0].head)] * fragments.ROWS
     if const_expr(variant.config.packs_heads):
         sinks = [sink_of(variant, x, work, row.head) for row in rows]
@@ -478,10 +503,6 @@ def store(
         if (fragments.first_column(c.thread) == 0) & is_written:
             x.arrays.lse[span.own_start + row.position, row.head, batch] = lse
     fragment_softmax.scale_rows(c.out, factors)
-    if const_expr(variant.is_split):
-        store_part(x, c, work, rows, batch)
-    else:
-        store_rounded(variant, x, c, work, q_index, rows)
 
 
 @cute.jit

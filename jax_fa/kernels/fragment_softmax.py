@@ -14,7 +14,8 @@ class RowState(NamedTuple):
     """Running statistics of a thread's rows.
 
     Attributes:
-        maximum: (2,) maximum of the scores so far, unscaled; equal in all threads of a row.
+        maximum: (2,) maximum of the scores so far, unscaled, or as much less than that as
+            ``update`` was given slack; equal in all threads of a row.
         total: (2,) sum of this thread's probabilities so far, relative to ``maximum``.
     """
 
@@ -73,13 +74,19 @@ def row_max(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
 
 
 @cute.jit
-def update(acc: cute.Tensor, state: RowState, scale_log2: Float32) -> cute.Tensor:
+def update(
+    acc: cute.Tensor,
+    state: RowState,
+    scale_log2: Float32,
+    slack_log2: cutlass.Constexpr[float] = 0.0,
+) -> cute.Tensor:
     """Replaces scores by probabilities and brings ``state`` up to date.
 
     Args:
         acc: score fragment; probabilities relative to the new maximum on return.
         state: statistics before, and after, these scores.
         scale_log2: factor of a score in base 2.
+        slack_log2: powers of two that a score may have over the maximum before that is replaced.
 
     Returns:
         (2,) factor by which everything accumulated so far shrinks.
@@ -90,6 +97,9 @@ def update(acc: cute.Tensor, state: RowState, scale_log2: Float32) -> cute.Tenso
     for row in cutlass.range_constexpr(ROWS):
         before = state.maximum[row]
         maximum = cute.arch.fmax(before, quad_max(row_max(scores, row)))
+        if cutlass.const_expr(slack_log2 > 0.0):
+            # NaN of a row that has seen no key is not greater.
+            maximum = maximum if (maximum - before) * scale_log2 > slack_log2 else before
         state.maximum[row] = maximum
         # A row that has seen no key: (-inf) - (-inf) would be NaN, 2 ** (-inf - 0) is 0.
         reference = Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2

@@ -1,0 +1,67 @@
+"""What is fixed at compile time about the kernels for mma.sync because it is fast.
+
+Tiles, warps, stages. Each row carries the count behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_fa.spec.key import KernelKey
+
+WARP_ROWS = 16
+"""Rows of a warp's product: the M of one mma.sync."""
+
+
+@dataclass(frozen=True)
+class MmaSyncForward:
+    """A forward kernel's tile and resources.
+
+    Attributes:
+        block_kv: keys per step.
+        warps: of a CTA.
+        row_tiles: tiles of 16 query rows that a warp owns, which share what it reads of K and V.
+        stages: blocks of keys, and of values, that shared memory holds. With one, keys are loaded
+            while values are multiplied, and the other way round.
+        q_in_registers: query fragments stay in registers; else each step reads them again.
+        packs_heads: query heads of a group share tiles where that saves some (``Packing``).
+    """
+
+    block_kv: int
+    warps: int = 4
+    row_tiles: int = 2
+    stages: int = 2
+    q_in_registers: bool = False
+    packs_heads: bool = False
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one tile."""
+        return WARP_ROWS * self.warps * self.row_tiles
+
+    @property
+    def is_persistent(self) -> bool:
+        """A CTA works on one tile: several CTAs share an SM, and one starts as another ends."""
+        return False
+
+
+def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
+    """The forward configuration for ``key``.
+
+    A step of 16 rows reads 256 bytes of K or V for 4096 operations. An A100's SM does 2048 of these
+    and reads 128 bytes a cycle, so that a warp of 16 rows would have shared memory as busy as the
+    tensor core; with 32 rows, half as busy. Registers of a thread then hold D elements of O, and
+    ``block_kv`` scores: 128 + 64 with D = 128. D = 256 leaves room for 16 rows only.
+
+    99 KB of shared memory (what capabilities 8.6, 8.9 and 12.x have) hold Q and ``stages`` blocks
+    of K and V: D = 64: 16 + 2 * 16, two CTAs at a time; 96: 24 + 2 * 24; 128: 32 + 2 * 32; 192/128:
+    48 + 40; 256: 64 + 32.
+    """
+    packs_heads = key.is_split
+    if key.head_dim <= 64:
+        return MmaSyncForward(64, q_in_registers=True, packs_heads=packs_heads)
+    if key.head_dim <= 128:
+        return MmaSyncForward(64, packs_heads=packs_heads)
+    if key.head_dim <= 192:
+        return MmaSyncForward(64, stages=1, packs_heads=packs_heads)
+    return MmaSyncForward(32, warps=8, row_tiles=1, stages=1, packs_heads=packs_heads)
