@@ -60,8 +60,12 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     packs_heads = key.is_split
     if key.head_dim <= 64:
         return MmaSyncForward(64, q_in_registers=True, packs_heads=packs_heads)
-    if key.head_dim <= 128:
+    if key.head_dim <= 96:
         return MmaSyncForward(64, packs_heads=packs_heads)
+    # A general mask takes registers: of 64 keys, some spill (ptxas 13.0).
+    block_kv = 48 if key.mask == "general" else 64
+    if key.head_dim <= 128:
+        return MmaSyncForward(block_kv, packs_heads=packs_heads)
     if key.head_dim <= 192:
-        return MmaSyncForward(64, stages=1, packs_heads=packs_heads)
+        return MmaSyncForward(block_kv, stages=1, packs_heads=packs_heads)
     return MmaSyncForward(32, warps=8, row_tiles=1, stages=1, packs_heads=packs_heads)

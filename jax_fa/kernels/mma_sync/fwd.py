@@ -46,6 +46,7 @@ from jax_fa.kernels.mma_sync.fwd_work import (
     ForwardSmem,
     RowTile,
     first_row,
+    row_step,
     load_q,
     load_rows,
     make_row_tiles,
@@ -172,7 +173,7 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
         if const_expr(variant.config.q_in_registers):
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            queries = fetch_q(variant, x, rows)
+            queries = fetch_q(variant, x)
         if const_expr(variant.is_general):
             for _ in cutlass.range(work.num_blocks, unroll=1):
                 at = step(variant, "maybe", x, rows, queries, work, at)
@@ -182,23 +183,25 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
                 at = step(variant, "always", x, rows, queries, work, at)
             for _ in cutlass.range(work.num_blocks - masked, unroll=1):
                 at = step(variant, "never", x, rows, queries, work, at)
+        work = work_on(variant, x, tile_at(variant, x, products.recomputed(Int32(0))))
         for i in cutlass.range_constexpr(len(rows)):
-            store(variant, x, rows[i], work)
+            one = rows[i]._replace(thread=products.recomputed(rows[i].thread))
+            store(variant, x, one, first_row() + i * row_step(variant), work)
 
 
-def fetch_q(variant: Variant, x: ForwardContext, rows: list[RowTile]) -> list[list[products.Four]]:
-    """The queries of a warp as A operands, by tile and depth."""
-    return [
-        [fetch_q_at(variant, x, one, k) for k in range(0, variant.key.head_dim, products.DEPTH)]
-        for one in rows
-    ]
+def fetch_q(variant: Variant, x: ForwardContext) -> list[list[products.Four]]:
+    """The queries of a warp as A operands, by depth and tile."""
+    columns = range(0, variant.key.head_dim, products.DEPTH)
+    return [fetch_q_at(variant, x, column) for column in columns]
 
 
-def fetch_q_at(variant: Variant, x: ForwardContext, rows: RowTile, column: int) -> products.Four:
-    """16 columns of 16 queries, from ``column`` on, as an A operand."""
+def fetch_q_at(variant: Variant, x: ForwardContext, column: int) -> list[products.Four]:
+    """16 columns of a warp's queries, from ``column`` on, as A operands, by tile."""
     tile = tiles_of(variant).q
-    place = products.by_rows(tile, first_row(rows), cute.arch.lane_idx())
-    return products.fetch(tile.beside(x.smem.q + place, column))
+    place = x.smem.q + first_row() * tile.width + products.by_rows(tile, cute.arch.lane_idx())
+    place = tile.beside(place, column)
+    step = row_step(variant) * tile.width
+    return [products.fetch(place + i * step) for i in range(variant.config.row_tiles)]
 
 
 @cute.jit
@@ -242,8 +245,7 @@ def step(
     hides = Boolean(False)
     if const_expr(masked == "maybe"):
         hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.block)
-    for i in cutlass.range_constexpr(len(rows)):
-        to_probabilities(variant, masked, x, rows[i], work, at.block, hides)
+    to_probabilities(variant, masked, x, rows, work, at.block, hides)
     multiply_pv(variant, x, rows, at.stage)
     return following
 
@@ -263,9 +265,9 @@ def multiply_qk(
         rows[i].scores.fill(0.0)
     for k in cutlass.range_constexpr(0, variant.key.head_dim, products.DEPTH):
         if const_expr(queries is None):
-            a = [fetch_q_at(variant, x, one, k) for one in rows]
+            a = fetch_q_at(variant, x, k)
         else:
-            a = [of_tile[k // products.DEPTH] for of_tile in queries]
+            a = queries[k // products.DEPTH]
         beside = tile.beside(keys, k)
         for n in cutlass.range_constexpr(0, config.block_kv, 2 * products.COLUMNS):
             b = products.fetch(beside + n * tile.width)
@@ -279,7 +281,7 @@ def to_probabilities(
     variant: cutlass.Constexpr,
     masked: cutlass.Constexpr,
     x: ForwardContext,
-    rows: RowTile,
+    rows: list[RowTile],
     work: Work,
     block: Int32,
     hides: Boolean,
@@ -288,18 +290,26 @@ def to_probabilities(
 
     ``masked`` says whether the block hides keys: "always", "never", or "maybe" if ``hides``.
     """
-    if const_expr(variant.key.has_soft_cap):
-        softmax.cap(rows.scores, x.scalars.cap_inner_log2)
-    if const_expr(masked == "always"):
-        mask_block(variant, x, rows, work, rows.scores, block)
-    if const_expr(masked == "maybe"):
-        if hides:
-            mask_block(variant, x, rows, work, rows.scores, block)
-    scale_log2 = x.scalars.scale_log2
-    shrink = fragment_softmax.update(rows.scores, rows.state, scale_log2, SLACK_LOG2)
+    shrinks, shrinking = [], Boolean(False)
+    for i in cutlass.range_constexpr(len(rows)):
+        one = rows[i]
+        if const_expr(variant.key.has_soft_cap):
+            softmax.cap(one.scores, x.scalars.cap_inner_log2)
+        if const_expr(masked == "always"):
+            mask_block(variant, x, one, work, one.scores, block)
+        if const_expr(masked == "maybe"):
+            if hides:
+                fresh = one._replace(thread=products.recomputed(one.thread))
+                mask_block(variant, x, fresh, work, one.scores, block)
+        shrink = fragment_softmax.update(one.scores, one.state, x.scalars.scale_log2, SLACK_LOG2)
+        shrinking = shrinking | (shrink[0] != 1.0) | (shrink[1] != 1.0)
+        shrinks.append(shrink)
     # A warp at a time; with the slack, few blocks but the first of a tile.
-    if cute.arch.vote_any_sync((shrink[0] != 1.0) | (shrink[1] != 1.0)):
-        fragment_softmax.scale_rows(rows.out, shrink)
+    # A loop of one turn or none: of a branch the compiler makes predicated multiplications, which
+    # take their time when they are not executed (DSL 4.8.1).
+    for _ in cutlass.range(products.one_if_any(shrinking), unroll=1):
+        for i in cutlass.range_constexpr(len(rows)):
+            fragment_softmax.scale_rows(rows[i].out, shrinks[i])
 
 
 @cute.jit
@@ -309,7 +319,7 @@ def multiply_pv(
     """Adds the values of a block, weighted with the probabilities, to O."""
     config, tile = variant.config, tiles_of(variant).v
     lane = cute.arch.lane_idx()
-    values = x.smem.v + stage * tile.size_bytes + products.by_rows(tile, Int32(0), lane)
+    values = x.smem.v + stage * tile.size_bytes + products.by_rows(tile, lane)
     for k in cutlass.range_constexpr(0, config.block_kv, products.DEPTH):
         a = [probabilities(variant, one, k) for one in rows]
         for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):
@@ -331,23 +341,23 @@ def probabilities(variant: Variant, rows: RowTile, column: int) -> products.Four
 
 @cute.jit
 def store(
-    variant: cutlass.Constexpr, x: ForwardContext, rows: RowTile, work: Work
+    variant: cutlass.Constexpr, x: ForwardContext, rows: RowTile, first: Int32, work: Work
 ) -> None:
-    """Normalises the accumulator and writes 16 rows of out and of lse."""
+    """Normalises the accumulator and writes 16 rows of out and of lse, from row ``first`` on."""
     positions = rows_of_thread(variant, x, rows, work)
     finish_rows(variant, x, rows, work, positions, rows.state)
     if const_expr(variant.is_split):
         store_part(x, rows, work, positions, batch_of_part(variant, x, work))
     else:
-        store_rounded(variant, x, rows, work)
+        store_rounded(variant, x, rows, first, work)
 
 
 @cute.jit
 def store_rounded(
-    variant: cutlass.Constexpr, x: ForwardContext, rows: RowTile, work: Work
+    variant: cutlass.Constexpr, x: ForwardContext, rows: RowTile, first: Int32, work: Work
 ) -> None:
     """Rounds and writes 16 rows, through shared memory: whole lines go to global memory."""
-    tile, first, lane = tiles_of(variant).out, first_row(rows), cute.arch.lane_idx()
+    tile, lane = tiles_of(variant).out, cute.arch.lane_idx()
     rounded = cute.make_rmem_tensor_like(rows.out, variant.dtype)
     primitives.narrow(rows.out, rounded)
     pairs = fragments.pairs_by_row(rounded)

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from jax_fa.kernels import edges, fragment_softmax, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Variant, Work, row_of_tile
 from jax_fa.kernels.mma_sync import products
-from jax_fa.kernels.mma_sync.panels import PIECE, PIECE_BYTES, Panels
+from jax_fa.kernels.mma_sync.panels import ELEMENT_BYTES, PIECE_BYTES, Panels
+from jax_fa.spec.config_mma_sync import WARP_ROWS
 
 
 class ForwardTiles(NamedTuple):
@@ -84,10 +85,15 @@ def make_row_tiles(variant: Variant) -> list[RowTile]:
     ]
 
 
-def first_row(rows: RowTile) -> Int32:
-    """The first of a warp's 16 rows in the CTA's tile."""
-    warp = cute.arch.make_warp_uniform(rows.thread // edges.WARP)
-    return rows.index * (products.DEPTH * edges.WARPS_PER_GROUP) + warp * products.DEPTH
+def first_row() -> Int32:
+    """The first row of a warp in the CTA's tile; that of its next tile is ``row_step`` further."""
+    warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // edges.WARP)
+    return warp * WARP_ROWS
+
+
+def row_step(variant: Variant) -> int:
+    """Rows from one tile of a warp to the next."""
+    return variant.config.warps * WARP_ROWS
 
 
 class Piece(NamedTuple):
@@ -105,22 +111,27 @@ def piece_of_thread(tile: Panels) -> Piece:
 
 @cute.jit
 def copy_row(
-    tile: cutlass.Constexpr, target: Int32, row: cute.Tensor, piece: Int32, is_there: Boolean
+    tile: cutlass.Constexpr, target: Int32, source: Int64, is_there: Boolean
 ) -> None:
     """Starts the copies of a thread's pieces of a row, zeros if it is not there.
 
     Args:
         tile: where it goes.
         target: place of the piece of the first panel.
-        row: an existing row in global memory.
-        piece: of every panel.
+        source: address of the same piece; of no meaning where nothing is read.
         is_there: whether to read it.
     """
     size_bytes = Int32(PIECE_BYTES) if is_there else Int32(0)
-    source = row.iterator.toint() + piece * PIECE_BYTES
     for panel in cutlass.range_constexpr(tile.num_panels):
-        products.copy_piece(target + panel * tile.panel_bytes, source, size_bytes)
-        source = source + tile.width
+        piece = source + panel * tile.width
+        products.copy_piece(target + panel * tile.panel_bytes, piece, size_bytes)
+
+
+def address_of_row(array: cute.Tensor, row: Int32) -> Int64:
+    """The address of a row of (rows, width), of no meaning if there is no such row."""
+    # One instruction; a row has fewer than 2 ** 32 bytes.
+    row_bytes = (array.stride[0] * ELEMENT_BYTES).to(Uint32)
+    return array.iterator.toint() + row.to(Uint32).to(Int64) * row_bytes.to(Int64)
 
 
 @cute.jit
@@ -133,11 +144,9 @@ def load_q(variant: cutlass.Constexpr, x: ForwardContext, work: Work) -> None:
         row = mine.row + i * step
         at = row_of_tile(variant, x, work, row)
         is_there = at.is_there & (at.position < span.own_slot)
-        # A row that exists, where this one does not.
-        position = span.own_start + (at.position if is_there else Int32(0))
-        position = cutlass.min(position, x.scalars.sequences.rows.own - 1)
-        source = x.arrays.q[position, None, at.head, work.tile.batch]
-        copy_row(tile, x.smem.q + tile.place(row, mine.piece), source, mine.piece, is_there)
+        rows = x.arrays.q[None, None, at.head, work.tile.batch]
+        source = address_of_row(rows, span.own_start + at.position) + mine.piece * PIECE_BYTES
+        copy_row(tile, x.smem.q + tile.place(row, mine.piece), source, is_there)
 
 
 @cute.jit
@@ -170,5 +179,5 @@ def load_rows(
         row = first + i * step
         # HAZARD: where segments leave a tile without keys, its block may be of any number.
         is_there = (row >= 0) & (row < span.swept_len)
-        source = rows[span.swept_start + (row if is_there else Int32(0)), None]
-        copy_row(tile, place + i * step * tile.width, source, mine.piece, is_there)
+        source = address_of_row(rows, span.swept_start + row) + mine.piece * PIECE_BYTES
+        copy_row(tile, place + i * step * tile.width, source, is_there)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
 from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
 
@@ -36,12 +36,12 @@ def accumulator(columns: int) -> cute.Tensor:
     return cute.make_rmem_tensor(cute.make_layout(((2, 2, columns // COLUMNS), 1, 1)), Float32)
 
 
-def by_rows(tile: Panels, first: Int32, lane: Int32) -> Int32:
-    """What a lane addresses to fetch 16 rows from ``first`` on as an A operand.
+def by_rows(tile: Panels, lane: Int32) -> Int32:
+    """What a lane addresses to fetch 16 rows as an A operand.
 
     Transposed, the same fetches 16 rows as the depth of B operands.
     """
-    return tile.place(first + lane % 16, lane // 16)
+    return tile.place(lane % 16, lane // 16)
 
 
 def by_columns(tile: Panels, lane: Int32) -> Int32:
@@ -76,6 +76,24 @@ def multiply(acc: cute.Tensor, group: int, a: Four, b: Four, dtype: type) -> Non
         )
         for i in range(4):
             acc[first + i] = sums[i]
+
+
+def one_if_any(condition: Boolean) -> Int32:
+    """1 if ``condition`` holds in any lane of the warp, else 0, which the compiler cannot tell."""
+    lanes = cute.arch.vote_ballot_sync(condition)
+    return cute.arch.inline_ptx(
+        "min.u32 {$w0}, {$r0}, 1;", write_only_types=[Int32], read_only_args=[lanes]
+    )
+
+
+def recomputed(value: Int32) -> Int32:
+    """``value``, in a way that makes the compiler compute anew what follows from it.
+
+    Else it would compute it once, before a loop through which no register is left to keep it.
+    """
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
 
 
 def copy_piece(target: Int32, source: Int64, size_bytes: Int32) -> None:
