@@ -183,7 +183,9 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
                 at = step(variant, "always", x, rows, queries, work, at)
             for _ in cutlass.range(work.num_blocks - masked, unroll=1):
                 at = step(variant, "never", x, rows, queries, work, at)
-        work = work_on(variant, x, tile_at(variant, x, products.recomputed(Int32(0))))
+        band = products.recomputed(x.order.heads_per_band)
+        x = x._replace(order=x.order._replace(heads_per_band=band))
+        work = work_on(variant, x, tile_at(variant, x, Int32(0)))
         for i in cutlass.range_constexpr(len(rows)):
             one = rows[i]._replace(thread=products.recomputed(rows[i].thread))
             store(variant, x, one, first_row() + i * row_step(variant), work)
@@ -295,11 +297,11 @@ def to_probabilities(
         one = rows[i]
         if const_expr(variant.key.has_soft_cap):
             softmax.cap(one.scores, x.scalars.cap_inner_log2)
+        fresh = one._replace(thread=products.recomputed(one.thread))
         if const_expr(masked == "always"):
-            mask_block(variant, x, one, work, one.scores, block)
+            mask_block(variant, x, fresh, work, one.scores, block)
         if const_expr(masked == "maybe"):
             if hides:
-                fresh = one._replace(thread=products.recomputed(one.thread))
                 mask_block(variant, x, fresh, work, one.scores, block)
         shrink = fragment_softmax.update(one.scores, one.state, x.scalars.scale_log2, SLACK_LOG2)
         shrinking = shrinking | (shrink[0] != 1.0) | (shrink[1] != 1.0)
