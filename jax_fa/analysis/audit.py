@@ -167,6 +167,7 @@ _IN: _Needs = {"TMA in": (("tma load",),)}
 _BOTH_WAYS: _Needs = {"TMA both ways": (("tma load",), ("tma store",))}
 _REDUCING: _Needs = {"TMA in, vector reductions out": (("tma load",), _REDUCTIONS)}
 _TENSOR_MEMORY: _Needs = {"tensor memory read and written": (("tcgen05.ld",), ("tcgen05.st",))}
+_BY_THREADS: _Needs = {"cp.async in": (("cp.async",),), "operands by ldmatrix": (("ldmatrix",),)}
 _COPIES: dict[Operation, _Needs] = {"fwd": _BOTH_WAYS, "bwd": _REDUCING}
 _MMAS = ("tcgen05.mma", "wgmma", "mma.sync")
 
@@ -213,6 +214,8 @@ def expectation(variant: Variant) -> _Expectation:
     mma = arch_named(variant.arch).mma
     # Where keys are split, parts of results go from registers to memory, in float32.
     copies = _IN if variant.key.is_split else _COPIES[variant.operation]
+    if mma == "mma.sync":
+        copies = _BY_THREADS
     tensor_memory = _TENSOR_MEMORY if mma == "tcgen05.mma" else {}
     return _Expectation(mma, {**copies, **tensor_memory})
 
@@ -348,7 +351,7 @@ def _judge_instructions(report: Report, expected: _Expectation, counts: dict[str
         report.problems += [f"no {' or '.join(group)}" for group in missing]
         if not missing:
             report.praise.append(praise)
-    if counts["cp.async"]:
+    if counts["cp.async"] and expected.mma != "mma.sync":
         report.problems.append(f"{counts['cp.async']} cp.async, which TMA should replace")
     if counts["local memory"]:
         report.problems.append(f"{counts['local memory']} instructions use local memory")

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from jax_fa.kernels.sm100.plan import MMA_ROWS, tiling
+from jax_fa.spec.config_mma_sync import MmaSyncForward
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward
 from jax_fa.spec.config_sm100 import BlackwellBackward, BlackwellForward
 from jax_fa.spec.key import KernelKey
@@ -145,6 +147,12 @@ def _piece_of_lane(lane: int) -> Element:
     return Element(0, lane * PIECE)
 
 
+def _piece_of_tile(tile: Tile, lane: int) -> Element:
+    """Lanes have the pieces of a row of a panel, then those of the next row."""
+    pieces = tile.width // (PIECE * ELEMENT_BYTES)
+    return Element(lane // pieces, lane % pieces * PIECE)
+
+
 def _by_units(name: str, tile: Tile, unit: str) -> Iterator[Access]:
     """TMA writes or reads whole rows of panels; matrix units take 8 rows of 16 bytes at a time."""
     pieces = tile.width // (PIECE * ELEMENT_BYTES)
@@ -184,6 +192,25 @@ def hopper_forward(key: KernelKey, config: HopperForward) -> tuple[Access, ...]:
     if config.q_in_registers:
         found.append(Access("consume, q", "ldmatrix.x4", 16, q, _matrices_by_rows))
     return tuple(found)
+
+
+def mma_sync_forward(key: KernelKey, config: MmaSyncForward) -> tuple[Access, ...]:
+    """Accesses of the forward by mma.sync: ``mma_sync/fwd.py``."""
+    q, out = _tile(config.block_q, key.head_dim), _tile(config.block_q, key.value_dim)
+    k, v = _tile(config.block_kv, key.head_dim), _tile(config.block_kv, key.value_dim)
+    return (
+        *(
+            Access(f"load, {name}", "cp.async", 16, tile, partial(_piece_of_tile, tile))
+            for name, tile in (("q", q), ("k", k), ("v", v))
+        ),
+        Access("products, q", "ldmatrix.x4", 16, q, _matrices_by_rows),
+        Access("products, k", "ldmatrix.x4", 16, k, _matrices_transposed),
+        Access("products, v", "ldmatrix.x4.trans", 16, v, _matrices_by_rows),
+        Access(
+            "store, out", "st.shared.b32", 4, out, lambda lane: Element(lane // 4, lane % 4 * 2)
+        ),
+        Access("store again, out", "ld.shared.v4", 16, out, partial(_piece_of_tile, out)),
+    )
 
 
 def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...]:
@@ -241,6 +268,7 @@ def blackwell_backward(key: KernelKey, config: BlackwellBackward) -> tuple[Acces
 _CATALOGUE: dict[type, Callable[..., tuple[Access, ...]]] = {
     BlackwellForward: blackwell_forward,
     BlackwellBackward: blackwell_backward,
+    MmaSyncForward: mma_sync_forward,
     HopperForward: hopper_forward,
     HopperBackward: hopper_backward,
 }

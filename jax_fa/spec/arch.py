@@ -115,9 +115,7 @@ ARCHS = (
         bwd=_NONE,
         mma="mma.sync",
         rates=Rates(mma_flops=2048, mma_rows=32, exponentials=16, has_pairs=False),
-        products=(
-            Product("A100", 108, 1.41e9, 2.039e12),
-        ),
+        products=(Product("A100", 108, 1.41e9, 2.039e12),),
     ),
     Arch(
         name="sm90",

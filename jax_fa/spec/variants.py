@@ -247,7 +247,9 @@ def nearest(
     """One or two sentences on why ``find`` gave None: what is compiled, and what would work."""
     owner = arch.owner(operation).name
     if not arch.kernels(operation).heads:
-        return f"no {operation} kernels are written for {arch.name}; implementation='xla' runs there."
+        return (
+            f"no {operation} kernels are written for {arch.name}; implementation='xla' runs there."
+        )
     here = [
         variant
         for variant in VARIANTS

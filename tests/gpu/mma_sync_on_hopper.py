@@ -1,8 +1,7 @@
 """`python -m jax_fa.aot` whose kernels for Hopper are those for mma.sync: for tests on such a GPU.
 
-The kernels of capabilities 8.x, compiled for sm_90, take the names of Hopper's: an extension that is
-built with them (JAX_FA_GPU=DIR) runs them on an H100 or H200, as the only kernels of this family
-that can be had there. Nothing of this is shipped.
+The kernels of capabilities 8.x, compiled for sm_90, take the names of Hopper's: an extension that
+is built with them (JAX_FA_GPU=DIR) runs them on an H100 or H200. Nothing of this is shipped.
 
     python tests/gpu/mma_sync_on_hopper.py --arch sm90 --variants 'fwd_sm90_bf16_*' --output DIR
 
@@ -24,7 +23,9 @@ from jax_fa.spec import arch  # noqa: E402
 
 _PLAIN = arch.arch_named("sm80")
 arch.ARCHS = tuple(
-    replace(one, target="sm_90", folder=_PLAIN.folder, fwd=_PLAIN.fwd, bwd=_PLAIN.bwd, mma=_PLAIN.mma)
+    replace(
+        one, target="sm_90", folder=_PLAIN.folder, fwd=_PLAIN.fwd, bwd=_PLAIN.bwd, mma=_PLAIN.mma
+    )
     if one.name == "sm90"
     else one
     for one in arch.ARCHS

@@ -1,7 +1,7 @@
 """Forward by mma.sync: out = softmax(mask(scale q k^T)) v, and its log-sum-exp, in one pass.
 
     two stages   | wait k(n), v(n); barrier; load k(n-1), v(n-1); S softmax PV | wait k(n-1) ...
-    one stage    | wait k(n); barrier; load v(n); S; wait v(n); barrier; load k(n-1); softmax PV | ...
+    one stage    | wait k(n); barrier; load v(n); S; wait v(n); barrier; load k(n-1); softmax PV |
 
 Blocks of keys come newest first. All warps do the same, each for query rows of its own: a block is
 loaded by all and read by all, and loads run while products do. Products, exponentials and loads of
@@ -16,11 +16,19 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from jax_fa.kernels import dense_mask, edges, fragment_softmax, fragments, primitives, segments
-from jax_fa.kernels import softmax, tiles
+from jax_fa.kernels import (
+    dense_mask,
+    edges,
+    fragment_softmax,
+    fragments,
+    primitives,
+    segments,
+    softmax,
+    tiles,
+)
 from jax_fa.kernels.forward_host import (
     ForwardCall,
     forward_entry,
@@ -36,25 +44,24 @@ from jax_fa.kernels.forward_work import (
     batch_of_part,
     below,
     narrow_keys,
-    row_of_tile,
     tile_at,
     work_on,
 )
+from jax_fa.kernels.fragment_rows import finish_rows, mask_block, rows_of_thread, store_part
 from jax_fa.kernels.mma_sync import products
 from jax_fa.kernels.mma_sync.fwd_work import (
     ForwardContext,
     ForwardSmem,
     RowTile,
     first_row,
-    row_step,
     load_q,
     load_rows,
     make_row_tiles,
+    row_step,
     tiles_of,
 )
-from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE, PIECE_BYTES
+from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE_BYTES
 from jax_fa.kernels.mma_sync.plan import forward_plan
-from jax_fa.kernels.sm90.fwd_roles import finish_rows, mask_block, rows_of_thread, store_part
 from jax_fa.kernels.unmasked import hides_pairs
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import MmaSyncForward
@@ -140,18 +147,14 @@ class Place(NamedTuple):
 def load_k(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place) -> None:
     """Starts the load of a block of keys."""
     tile = tiles_of(variant).k
-    load_rows(
-        variant, tile, x.smem.k + at.stage * tile.size_bytes, x.arrays.k, work, at.block
-    )
+    load_rows(variant, tile, x.smem.k + at.stage * tile.size_bytes, x.arrays.k, work, at.block)
 
 
 @cute.jit
 def load_v(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place) -> None:
     """Starts the load of a block of values."""
     tile = tiles_of(variant).v
-    load_rows(
-        variant, tile, x.smem.v + at.stage * tile.size_bytes, x.arrays.v, work, at.block
-    )
+    load_rows(variant, tile, x.smem.v + at.stage * tile.size_bytes, x.arrays.v, work, at.block)
 
 
 @cute.jit
@@ -222,9 +225,7 @@ def step(
     asked. ``queries`` are those of ``fetch_q``, or None.
     """
     stages = variant.config.stages
-    following = Place(
-        below(variant, x, at.block), at.remaining - 1, (at.stage + 1) % stages
-    )
+    following = Place(below(variant, x, at.block), at.remaining - 1, (at.stage + 1) % stages)
     cute.arch.cp_async_wait_group(0)
     # HAZARD: all threads' copies of this block are there, and all warps are done with the block
     # before, in whose place the next copies go.
@@ -380,7 +381,8 @@ def store_rounded(
         position = span.first_row + row
         if position < span.own_slot:
             place = x.smem.q + tile.place(row, piece)
-            out = x.arrays.out_rows[span.own_start + position, None, work.tile.head, work.tile.batch]
+            rows = x.arrays.out_rows[None, None, work.tile.head, work.tile.batch]
+            out = rows[span.own_start + position, None]
             target = out.iterator.toint() + piece * PIECE_BYTES
             for panel in cutlass.range_constexpr(tile.num_panels):
                 four = products.load_piece(place + panel * tile.panel_bytes)

@@ -110,9 +110,7 @@ def piece_of_thread(tile: Panels) -> Piece:
 
 
 @cute.jit
-def copy_row(
-    tile: cutlass.Constexpr, target: Int32, source: Int64, is_there: Boolean
-) -> None:
+def copy_row(tile: cutlass.Constexpr, target: Int32, source: Int64, is_there: Boolean) -> None:
     """Starts the copies of a thread's pieces of a row, zeros if it is not there.
 
     Args:

@@ -68,7 +68,7 @@ class Panels:
 
     def place(self, row: Any, piece: Any) -> Any:
         """Byte of a piece of the first panel."""
-        # Of 128 bytes, the row's last 3 bits; of 64, of which two rows fill the banks, bits 1 and 2.
+        # With 128 bytes, the row's last 3 bits; with 64, two rows of which fill the banks, 2 bits.
         moved = row % 8 if self.pieces == 8 else row // 2 % 4
         return row * self.width + (piece ^ moved) * PIECE_BYTES
 

@@ -1,10 +1,10 @@
 """Products by mma.sync, their operands by ldmatrix, and copies to shared memory by cp.async.
 
 A warp multiplies 16 rows by 8 columns, 16 deep, in registers. Accumulators are fragments as
-``fragments.py`` has them: thread t of a warp holds rows t // 4 and t // 4 + 8, and of each 8 columns
-those from 2 (t % 4) on. An A operand of 16 columns is four registers in that very order, so
-probabilities never move. A B operand of 16 columns by 16 deep is four registers too, two for each 8
-columns.
+``fragments.py`` has them: thread t of a warp holds rows t // 4 and t // 4 + 8, and of each 8
+columns those from 2 (t % 4) on. An A operand of 16 columns is four registers in that very order, so
+probabilities never move. A B operand of 16 columns by 16 deep is four registers too, two for each
+8 columns.
 """
 
 from __future__ import annotations
