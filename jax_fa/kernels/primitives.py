@@ -97,6 +97,18 @@ def narrow_pair(low: Float32, high: Float32, dtype: type) -> Int32:
     )
 
 
+def widen(word: Int32, dtype: type) -> tuple[Float32, Float32]:
+    """The two elements of type ``dtype`` in a word, the low half first."""
+    if dtype is BFloat16:
+        code = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
+    else:
+        code = (
+            "{ .reg .f16 low, high; mov.b32 {low, high}, {$r0}; "
+            "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+        )
+    return cute.arch.inline_ptx(code, write_only_types=[Float32, Float32], read_only_args=[word])
+
+
 @cute.jit
 def complete_tx(barrier: cute.Pointer, size_bytes: int) -> None:
     """Counts ``size_bytes`` as arrived at an mbarrier, in place of a copy that skipped it.

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jax_fa.spec.arch import Arch, Operation, arch_of_target
-from jax_fa.spec.config_mma_sync import MmaSyncForward, mma_sync_forward
+from jax_fa.spec.config_mma_sync import (
+    MmaSyncBackward,
+    MmaSyncForward,
+    mma_sync_backward,
+    mma_sync_forward,
+)
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward, hopper_backward, hopper_forward
 from jax_fa.spec.config_sm100 import (
     BlackwellBackward,
@@ -16,6 +21,7 @@ from jax_fa.spec.config_sm100 import (
 from jax_fa.spec.key import KernelKey
 
 ForwardConfig = MmaSyncForward | HopperForward | BlackwellForward
+BackwardConfig = MmaSyncBackward | HopperBackward | BlackwellBackward
 
 
 def _arch_of(key: KernelKey, operation: Operation) -> Arch:
@@ -44,7 +50,7 @@ def choose_forward(key: KernelKey) -> ForwardConfig:
     return _FORWARDS[_arch_of(key, "fwd").folder](key)
 
 
-def choose_backward(key: KernelKey) -> HopperBackward | BlackwellBackward:
+def choose_backward(key: KernelKey) -> BackwardConfig:
     """The backward configuration for ``key``.
 
     Raises:
@@ -58,7 +64,8 @@ _FORWARDS: dict[str, Callable[[KernelKey], ForwardConfig]] = {
     "sm90": hopper_forward,
     "sm100": blackwell_forward,
 }
-_BACKWARDS: dict[str, Callable[[KernelKey], HopperBackward | BlackwellBackward]] = {
+_BACKWARDS: dict[str, Callable[[KernelKey], BackwardConfig]] = {
+    "mma_sync": mma_sync_backward,
     "sm90": hopper_backward,
     "sm100": blackwell_backward,
 }

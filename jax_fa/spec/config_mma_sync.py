@@ -69,3 +69,61 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     if key.head_dim <= 192:
         return MmaSyncForward(block_kv, stages=1, packs_heads=packs_heads)
     return MmaSyncForward(32, warps=8, row_tiles=1, stages=1, packs_heads=packs_heads)
+
+
+@dataclass(frozen=True)
+class MmaSyncBackward:
+    """A backward kernel's tile and resources.
+
+    Attributes:
+        warps: of a CTA; each owns 16 keys.
+        stages: blocks of queries and of dO that shared memory holds. With one, each is loaded as
+            soon as its last product of a step is done.
+        parts: of a block of queries, whose scores are computed one after the other.
+    """
+
+    warps: int
+    stages: int = 1
+    parts: int = 1
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of one tile."""
+        return WARP_ROWS * self.warps
+
+    @property
+    def block_q(self) -> int:
+        """Query rows per step."""
+        return 64
+
+    @property
+    def num_consumers(self) -> int:
+        """Groups of four warps; each computes 64 rows of dQ, or its share of their columns."""
+        return self.warps // 4
+
+    @property
+    def splits_keys(self) -> bool:
+        """Warps own keys, and all columns of dK and dV."""
+        return True
+
+    @property
+    def splits_dq_rows(self) -> bool:
+        """Groups of four warps share the columns of dQ."""
+        return False
+
+
+def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
+    """The backward configuration for ``key``.
+
+    A thread holds (D + Dv) / 2 elements of dK and dV, and half as many scores, and dP, as a part of
+    a block has queries: 128 + 32 + 32 with D = 128. KB of shared memory: D = 64: 32 for K and V,
+    32 for two blocks of Q and dO, 16 for dS; 96: 48 + 24 + 16; 128: 32 + 32 + 8; 192/128:
+    40 + 40 + 8.
+    """
+    if key.head_dim <= 64:
+        return MmaSyncBackward(warps=8, stages=2)
+    if key.head_dim <= 96:
+        return MmaSyncBackward(warps=8)
+    if key.head_dim <= 128:
+        return MmaSyncBackward(warps=4)
+    return MmaSyncBackward(warps=4, parts=2)

@@ -80,14 +80,12 @@ def kernel(
 
     @cute.struct
     class Storage:
-        q: cute.struct.Align[
-            cute.struct.MemRange[dtype, layout.q.rows * layout.q.columns], ALIGNMENT_BYTES
-        ]
+        q: cute.struct.Align[cute.struct.MemRange[dtype, layout.q.elements], ALIGNMENT_BYTES]
         k: cute.struct.Align[
-            cute.struct.MemRange[dtype, stages * layout.k.rows * layout.k.columns], ALIGNMENT_BYTES
+            cute.struct.MemRange[dtype, stages * layout.k.elements], ALIGNMENT_BYTES
         ]
         v: cute.struct.Align[
-            cute.struct.MemRange[dtype, stages * layout.v.rows * layout.v.columns], ALIGNMENT_BYTES
+            cute.struct.MemRange[dtype, stages * layout.v.elements], ALIGNMENT_BYTES
         ]
         found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
 
@@ -381,8 +379,8 @@ def store_rounded(
         position = span.first_row + row
         if position < span.own_slot:
             place = x.smem.q + tile.place(row, piece)
-            rows = x.arrays.out_rows[None, None, work.tile.head, work.tile.batch]
-            out = rows[span.own_start + position, None]
+            out = x.arrays.out_rows[None, None, work.tile.head, work.tile.batch]
+            out = out[span.own_start + position, None]
             target = out.iterator.toint() + piece * PIECE_BYTES
             for panel in cutlass.range_constexpr(tile.num_panels):
                 four = products.load_piece(place + panel * tile.panel_bytes)

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Int32
 
-from jax_fa.kernels import edges, fragment_softmax, tiles
+from jax_fa.kernels import edges, fragment_softmax, fragments, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Variant, Work, row_of_tile
-from jax_fa.kernels.mma_sync import products
-from jax_fa.kernels.mma_sync.panels import ELEMENT_BYTES, PIECE_BYTES, Panels
+from jax_fa.kernels.mma_sync.loads import address_of_row, copy_row, piece_of_thread
+from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
 from jax_fa.spec.config_mma_sync import WARP_ROWS
 
 
@@ -75,8 +75,8 @@ def make_row_tiles(variant: Variant) -> list[RowTile]:
     group = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
     return [
         RowTile(
-            scores=products.accumulator(config.block_kv),
-            out=products.accumulator(variant.key.value_dim),
+            scores=fragments.accumulator(config.block_kv),
+            out=fragments.accumulator(variant.key.value_dim),
             state=fragment_softmax.make_row_state(),
             index=group + i * groups,
             thread=thread % edges.WARPGROUP,
@@ -94,42 +94,6 @@ def first_row() -> Int32:
 def row_step(variant: Variant) -> int:
     """Rows from one tile of a warp to the next."""
     return variant.config.warps * WARP_ROWS
-
-
-class Piece(NamedTuple):
-    """A thread's place in a pass over the rows of a tile: its row, and the piece of a panel."""
-
-    row: Int32
-    piece: Int32
-
-
-def piece_of_thread(tile: Panels) -> Piece:
-    """That of the calling thread in the first pass."""
-    thread = cute.arch.thread_idx()[0]
-    return Piece(thread // tile.pieces, thread % tile.pieces)
-
-
-@cute.jit
-def copy_row(tile: cutlass.Constexpr, target: Int32, source: Int64, is_there: Boolean) -> None:
-    """Starts the copies of a thread's pieces of a row, zeros if it is not there.
-
-    Args:
-        tile: where it goes.
-        target: place of the piece of the first panel.
-        source: address of the same piece; of no meaning where nothing is read.
-        is_there: whether to read it.
-    """
-    size_bytes = Int32(PIECE_BYTES) if is_there else Int32(0)
-    for panel in cutlass.range_constexpr(tile.num_panels):
-        piece = source + panel * tile.width
-        products.copy_piece(target + panel * tile.panel_bytes, piece, size_bytes)
-
-
-def address_of_row(array: cute.Tensor, row: Int32) -> Int64:
-    """The address of a row of (rows, width), of no meaning if there is no such row."""
-    # One instruction; a row has fewer than 2 ** 32 bytes.
-    row_bytes = (array.stride[0] * ELEMENT_BYTES).to(Uint32)
-    return array.iterator.toint() + row.to(Uint32).to(Int64) * row_bytes.to(Int64)
 
 
 @cute.jit

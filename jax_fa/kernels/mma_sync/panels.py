@@ -53,9 +53,14 @@ class Panels:
         return self.rows * self.width
 
     @property
+    def elements(self) -> int:
+        """Elements of the tile."""
+        return self.rows * self.columns
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the tile."""
-        return self.rows * self.columns * ELEMENT_BYTES
+        return self.elements * ELEMENT_BYTES
 
     @property
     def pieces(self) -> int:
@@ -72,11 +77,11 @@ class Panels:
         moved = row % 8 if self.pieces == 8 else row // 2 % 4
         return row * self.width + (piece ^ moved) * PIECE_BYTES
 
-    def beside(self, place: Any, column: int) -> Any:
+    def beside(self, place: Any, column: Any) -> Any:
         """The place of the piece ``column`` columns, a multiple of 16, to the right of ``place``.
 
         That is at an even piece of its panel, or at the odd one behind it.
         """
-        panel, within = divmod(column, self.panel)
+        panel, within = column // self.panel, column % self.panel
         # An exclusive or with an even number of pieces goes before or after the swizzle's.
         return (place ^ (within * ELEMENT_BYTES)) + panel * self.panel_bytes

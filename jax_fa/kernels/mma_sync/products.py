@@ -31,11 +31,6 @@ class Four(NamedTuple):
     r3: Int32
 
 
-def accumulator(columns: int) -> cute.Tensor:
-    """A fragment of 16 x ``columns`` in registers, ((2, 2, columns / 8), 1, 1)."""
-    return cute.make_rmem_tensor(cute.make_layout(((2, 2, columns // COLUMNS), 1, 1)), Float32)
-
-
 def by_rows(tile: Panels, lane: Int32) -> Int32:
     """What a lane addresses to fetch 16 rows as an A operand.
 
@@ -45,7 +40,10 @@ def by_rows(tile: Panels, lane: Int32) -> Int32:
 
 
 def by_columns(tile: Panels, lane: Int32) -> Int32:
-    """What a lane addresses to fetch 16 rows as the columns of B operands."""
+    """What a lane addresses to fetch 16 rows as the columns of B operands.
+
+    Transposed, the same fetches 16 rows as the depth of an A operand.
+    """
     return tile.place(lane % 8 + lane // 16 * 8, lane // 8 % 2)
 
 
@@ -101,6 +99,13 @@ def copy_piece(target: Int32, source: Int64, size_bytes: Int32) -> None:
     cute.arch.inline_ptx(
         f"cp.async.cg.shared.global.L2::128B [{{$r0}}], [{{$r1}}], {PIECE_BYTES}, {{$r2}};",
         read_only_args=[target, source, size_bytes],
+    )
+
+
+def add_to_global(address: Int64, value: Float32) -> None:
+    """Adds a float to global memory atomically, in no order."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.f32 [{$r0}], {$r1};", read_only_args=[address, value]
     )
 
 
