@@ -1,10 +1,10 @@
 """Products by wgmma, and the register fragments that they leave.
 
-Fragments follow the accumulator of ``wgmma.m64nNk16``, and a warp's part of one that of mma.sync:
-thread ``t`` of a warpgroup holds, of the
-64 x N tile, rows ``16 * (t // 32) + (t % 32) // 4 + 8 * r`` for r in {0, 1} and columns
-``2 * (t % 4) + c + 8 * g`` for c in {0, 1}, in the order (c, r, g), c fastest. The register A
-operand of the next product wants its 16-column slabs in that very order, so P never moves.
+Fragments follow the accumulator of ``wgmma.m64nNk16``, and a warp's part that of mma.sync: thread
+``t`` of a warpgroup holds, of the 64 x N tile, rows ``16 * (t // 32) + (t % 32) // 4 + 8 * r`` for
+r in {0, 1} and columns ``2 * (t % 4) + c + 8 * g`` for c in {0, 1}, in the order (c, r, g), c
+fastest. The register A operand of the next product wants its 16-column slabs in that very order, so
+P never moves.
 """
 
 from cutlass import Float32, Int32, cute

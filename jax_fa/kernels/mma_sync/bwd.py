@@ -223,8 +223,10 @@ def differentiate_part(
     multiply_columns(variant, c, c.s, layout.k, x.smem.k, layout.q, q)
     if const_expr(has_soft_cap):
         softmax.cap(c.s, x.scalars.cap_inner_log2)
-    if hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block) | work.is_partial:
-        mask_block(variant, x, c, work, at)
+    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
+    for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
+        fresh = c._replace(thread=products.recomputed(c.thread))
+        mask_block(variant, x, fresh, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
     slope = cute.make_rmem_tensor_like(p) if const_expr(has_soft_cap) else p
     exponentiate(variant, c, x.smem.lse2[None, stage], x.scalars.score_log2, p, slope)
@@ -312,34 +314,43 @@ def reduce_dq(
     at: Step,
 ):
     """Computes dQ of 16 queries, all columns or the warp's share, and adds it to the sums."""
-    layout, columns = tiles_of(variant), variant.dq_shape.columns
-    lane = cute.arch.lane_idx()
-    dq = fragments.accumulator(columns)
-    dq.fill(0.0)
-    first_query = own_row() % variant.config.block_q
-    ds = x.smem.ds + products.by_columns(layout.ds, lane)
-    ds = layout.ds.beside(ds, first_query)
-    keys = x.smem.k + products.by_rows(layout.k, lane)
-    steps = range(0, columns, 2 * products.COLUMNS)
-    beside = [layout.k.beside(keys, c.index * columns + n) for n in steps]
-    for k in cutlass.range_constexpr(0, variant.config.block_kv, products.DEPTH):
-        a = products.fetch(ds + k * layout.ds.width, is_transposed=True)
-        for n in cutlass.range_constexpr(len(beside)):
-            b = products.fetch(beside[n] + k * layout.k.width, is_transposed=True)
-            products.multiply(dq, 2 * n, a, b, variant.dtype)
+    columns, block_q = variant.dq_shape.columns, variant.config.block_q
+    four = (work.scratch_row + at.q_block * block_q) * (variant.key.head_dim // 4)
+    sums = x.scratch.dq_sum[None, four, at.head].iterator.toint()
+    sums = sums + (c.index * (columns // 2 * edges.WARPGROUP) + c.thread) * 4
     if const_expr(deterministic):
         if cute.arch.thread_idx()[0] < edges.WARP:
             await_turn(variant, x, work, at, 1)
         cute.arch.sync_threads()
-    block_q, head_dim = variant.config.block_q, variant.key.head_dim
-    four = (work.scratch_row + at.q_block * block_q) * (head_dim // 4)
-    first = x.scratch.dq_sum[None, four, at.head].iterator.toint()
-    first = first + (c.index * (cute.size(dq) * edges.WARPGROUP) + c.thread) * 4
-    for i in cutlass.range_constexpr(cute.size(dq)):
-        products.add_to_global(first + i * (edges.WARPGROUP * 4), dq[i])
+    # Not all at once: beside dK and dV there is no room.
+    width = next(w for w in (64, 48, 32) if columns % w == 0)
+    for first in cutlass.range_constexpr(0, columns, width):
+        dq = multiply_dq(variant, x, c.index * columns + first, width)
+        for i in cutlass.range_constexpr(cute.size(dq)):
+            products.add_to_global(sums + (first // 2 + i) * (edges.WARPGROUP * 4), dq[i])
     if const_expr(deterministic):
         # HAZARD: every addition of the CTA must be visible before the next key block's turn. They
         # were made before the barrier, hence before the release.
         cute.arch.sync_threads()
         if cute.arch.thread_idx()[0] < edges.WARP:
             pass_turn(variant, x, work, at)
+
+
+def multiply_dq(
+    variant: BackwardVariant, x: BackwardContext, first: Int32, columns: int
+) -> cute.Tensor:
+    """DQ of the warp's 16 queries, ``columns`` columns from ``first`` on."""
+    layout, lane = tiles_of(variant), cute.arch.lane_idx()
+    dq = fragments.accumulator(columns)
+    dq.fill(0.0)
+    ds = x.smem.ds + products.by_columns(layout.ds, lane)
+    ds = layout.ds.beside(ds, own_row() % variant.config.block_q)
+    keys = x.smem.k + products.by_rows(layout.k, lane)
+    steps = range(0, columns, 2 * products.COLUMNS)
+    beside = [layout.k.beside(keys, first + n) for n in steps]
+    for k in range(0, variant.config.block_kv, products.DEPTH):
+        a = products.fetch(ds + k * layout.ds.width, is_transposed=True)
+        for n, place in enumerate(beside):
+            b = products.fetch(place + k * layout.k.width, is_transposed=True)
+            products.multiply(dq, 2 * n, a, b, variant.dtype)
+    return dq
