@@ -22,6 +22,7 @@ from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES, TMEM_COLS, Plan, PlanError
 from jax_fa.spec import config
 from jax_fa.spec.arch import Operation, arch_named
 from jax_fa.spec.band import Band
+from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.config_sm90 import HopperBackward
 from jax_fa.spec.problem import Problem, Semantics
 from jax_fa.spec.variants import Variant
@@ -202,7 +203,7 @@ def cycles_of(variant: Variant, gpu: roofline.Gpu) -> roofline.Cycles:
             q_in_registers=getattr(chosen, "q_in_registers", False),
             ctas=getattr(chosen, "ctas", 1),
         )
-    if isinstance(chosen, HopperBackward):
+    if isinstance(chosen, (HopperBackward, MmaSyncBackward)):
         # dQ goes from registers to global memory.
         hopper: tuple[roofline.Staged, ...] = ("ds",) if chosen.splits_keys else ("p", "ds")
         return roofline.backward(gpu, heads, hopper)
