@@ -102,7 +102,7 @@ _HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 _CLOCK = "clock computed from the published peak"
 _THOR = "exponentials assumed; no paired float32, since ptxas takes pairs apart for it"
 
-ARCHS = (
+ARCHS: tuple[Arch, ...] = (
     Arch(
         name="sm90",
         capabilities=("9.0",),
