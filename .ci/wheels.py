@@ -25,7 +25,7 @@ _CONTENTS = (
     r"jax_fa/([a-z]\w*/){0,2}\w+\.py",
     r"jax_fa/(emulator|kernels)/README\.md",
     r"jax_fa/(_jax_fa\.pyi|py\.typed)",
-    r"jax_fa/ptx/(fwd|bwd)_sm\d+_\w+\.ptx\.xz",
+    r"jax_fa/ptx/(fwd|bwd|dbias)_sm\d+_\w+\.ptx\.xz",
     r"jax_fa-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|licenses/LICENSE)",
 )
 _NAME = re.compile(
