@@ -12,6 +12,7 @@ import jax_fa
 from jax_fa.analysis import audit, banks, listing, machine_code, ptx_text
 from jax_fa.analysis.machine_code import Code, Instruction
 from jax_fa.aot import cubins
+from jax_fa.spec.arch import OPERATIONS
 from jax_fa.spec.config_sm100 import blackwell_forward
 from jax_fa.spec.variants import BY_NAME, VARIANTS
 
@@ -540,3 +541,7 @@ def test_an_empty_folder_and_a_missing_disassembler_are_told(tmp_path, monkeypat
     with pytest.raises(SystemExit):
         listing.main([str(tmp_path)])
     assert "pip install nvidia-cuda-nvdisasm" in capsys.readouterr().err
+
+
+def test_a_roofline_has_a_marker_for_each_operation():
+    assert set(listing._MARKERS) == set(OPERATIONS)

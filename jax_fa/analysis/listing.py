@@ -201,7 +201,7 @@ def bank_table(variants: Iterable[Variant]) -> str:
 
 
 _BOUND_COLORS = dict(zip((*_UNITS, "memory"), itertools.cycle(drawing.COLORS), strict=False))
-_MARKERS = {"fwd": "o", "bwd": "s"}
+_MARKERS = {"fwd": "o", "bwd": "s", "dbias": "^"}
 _ROOF_INCHES = 2.2
 
 
@@ -210,8 +210,8 @@ def plot(models: Sequence[tuple[str, Model]], lengths: Lengths, path: Path) -> N
     gpus = list(dict.fromkeys(model.gpu for _, model in models))
     size = (8.6, 0.9 + (_ROOF_INCHES + 0.4) * len(gpus))
     source = (
-        "A model from published rates, nothing measured. Circles forward, squares backward; "
-        f"colours: the bound.\nBatch {lengths.batch}, {lengths.q_len} queries in "
+        "A model from published rates, nothing measured. Circles forward, squares backward, "
+        f"triangles gradients of a bias; colours: the bound.\nBatch {lengths.batch}, {lengths.q_len} queries in "
         f"{lengths.num_q_heads} heads, {lengths.kv_len} keys in {lengths.num_kv_heads} heads"
     )
     title = "Roofline of attention kernels: TFLOP/s over FLOP per byte of memory"
