@@ -212,7 +212,8 @@ def plot(models: Sequence[tuple[str, Model]], lengths: Lengths, path: Path) -> N
     source = (
         "A model from published rates, nothing measured. Circles forward, squares backward, "
         f"triangles gradients of a bias; colours: the bound.\nBatch {lengths.batch}, "
-        f"{lengths.q_len} queries in {lengths.num_q_heads} heads, {lengths.kv_len} keys in {lengths.num_kv_heads} heads"
+        f"{lengths.q_len} queries in {lengths.num_q_heads} heads, "
+        f"{lengths.kv_len} keys in {lengths.num_kv_heads} heads"
     )
     title = "Roofline of attention kernels: TFLOP/s over FLOP per byte of memory"
     with drawing.picture(path, size, title, source) as figure:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import texts
-from helpers.cases import Case
+from helpers.cases import Bias, Case
 from helpers.harness import data, inputs_for, wanted
 from helpers.oracle import Results, assert_close
 from helpers.texts import assert_launched_like_proxy, is_distinct, of_other_type, order, proxy
@@ -67,6 +67,7 @@ def case_for(variant):
         value_dim=key.value_dim,
         soft_cap=5.0 if key.has_soft_cap else None,
         kv_lengths=(kv_len - 10,) if key.mask == "general" else None,
+        bias=Bias() if key.has_bias else None,
         **MASKS[key.mask],
     )
 
