@@ -574,7 +574,7 @@ CASES: tuple[Case, ...] = (
     Case("mask_and_everything", dense=Dense("holes", "BNTS"), **_EVERYTHING),
     # Block masks.
     *(
-        Case(f"block_mask_of_{dims}", 2, 300, 410, block_dims=dims, **_GQA)
+        Case(f"block_mask_of_{dims}", 2, 150, 270, block_dims=dims, **_GQA)
         for dims in ("TS", "BNTS", "BS", "NT")
     ),
     *(

@@ -65,6 +65,21 @@ def of_other_type(variant: Variant) -> Variant | None:
     return twin if is_there and order(twin.name) == order(variant.name) else None
 
 
+def resembled(variant: Variant) -> Variant | None:
+    """The compiled variant of the same kernels but for conversions, or the order of instructions.
+
+    That for bfloat16, for sm100, or both, if it is distinct and has the same instructions that
+    access memory, wait or branch, in whichever order.
+    """
+    name = variant.name
+    elsewhere = name.replace("_sm110_", "_sm100_")
+    for other in (name.replace("_fp16_", "_bf16_"), elsewhere, elsewhere.replace("fp16", "bf16")):
+        is_there = other != name and other in bindings.compiled() and is_distinct(BY_NAME[other])
+        if is_there and sorted(order(other)) == sorted(order(name)):
+            return BY_NAME[other]
+    return None
+
+
 def kernels(ptx: str) -> list[str]:
     """The text of each kernel, the first with what comes before it."""
     first, *others = re.split(r"^(?=\.visible \.entry)", ptx, flags=re.M)
@@ -138,6 +153,13 @@ def _as_read(launch: dict[str, Any], read: dict[str, frozenset[int]]) -> dict[st
 def _difference(name: str, sha256: str, other: str, other_sha256: str) -> str:
     one, another = bindings.ptx(name, sha256), bindings.ptx(other, other_sha256)
     return first_difference(without_names(one), without_names(another))
+
+
+def assert_launched(variant: Variant, case: Case) -> None:
+    """The host code of ``variant`` takes ``case``."""
+    recorded = _recorded(variant.operation, variant.arch, case, variant.key.dtype)
+    assert recorded["variant"] == variant.name
+    assert recorded["launches"]
 
 
 def assert_launched_like_proxy(variant: Variant, case: Case) -> None:

@@ -113,5 +113,9 @@ def test_a_kernel_relies_on_the_order_that_the_readme_states_and_no_other(varian
 
 
 def test_the_readme_names_every_kernel_once():
-    keys = {(v.operation[:1], (v.key.head_dim, v.key.value_dim)) for v in VARIANTS}
+    keys = {
+        (v.operation[:1], (v.key.head_dim, v.key.value_dim))
+        for v in VARIANTS
+        if v.kernels == "sm100"
+    }
     assert set(stated()) == keys

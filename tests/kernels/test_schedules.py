@@ -1,7 +1,8 @@
 """Every compiled variant under several schedules: no fault, right results, forward bits alike.
 
 One that is the text of another for another target is run as that one (``texts.py``). One for
-float16 whose instructions come in the order of the one for bfloat16 runs under one schedule.
+float16 whose instructions come in the order of the one for bfloat16 runs under one schedule. Biases
+are float32 for float16, of the queries' type for bfloat16.
 """
 
 from dataclasses import replace
@@ -12,7 +13,14 @@ from helpers import texts
 from helpers.cases import Bias, Case
 from helpers.harness import data, inputs_for, wanted
 from helpers.oracle import Results, assert_close
-from helpers.texts import assert_launched_like_proxy, is_distinct, of_other_type, order, proxy
+from helpers.texts import (
+    assert_launched_like_proxy,
+    is_distinct,
+    of_other_type,
+    order,
+    proxy,
+    resembled,
+)
 
 from jax_fa.runtime import bindings
 from jax_fa.runtime.dispatch import Emulation
@@ -67,7 +75,7 @@ def case_for(variant):
         value_dim=key.value_dim,
         soft_cap=5.0 if key.has_soft_cap else None,
         kv_lengths=(kv_len - 10,) if key.mask == "general" else None,
-        bias=Bias() if key.has_bias else None,
+        bias=Bias(is_float32=key.dtype == "float16") if key.has_bias else None,
         **MASKS[key.mask],
     )
 
@@ -143,6 +151,21 @@ def test_types_share_schedules_only_where_their_instructions_come_in_the_same_or
     given = {some.name: tuple(moved), of_other_type(some).name: order(some.name)}
     monkeypatch.setattr(texts, "order", given.get)
     assert of_other_type(some) is None
+
+
+def test_a_variant_resembles_one_of_the_same_instructions_only(monkeypatch):
+    """Conversions apart; a kernel with an instruction of its own runs all cases."""
+    assert all(
+        resembled(v) is None for v in DISTINCT if v.key.dtype == "bfloat16" and v.arch != "sm110"
+    )
+    pairs = [variant for variant in DISTINCT if of_other_type(variant)]
+    if not pairs:
+        pytest.skip("this build holds no kernel for both types")
+    some = pairs[0]
+    assert resembled(some) == of_other_type(some)
+    given = {v.name: order(v.name) for v in DISTINCT} | {some.name: order(some.name)[1:]}
+    monkeypatch.setattr(texts, "order", given.get)
+    assert resembled(some) is None
 
 
 def test_variants_of_the_same_text_are_launched_alike():
