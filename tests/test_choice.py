@@ -123,7 +123,7 @@ def test_heads_without_a_kernel_of_their_own_run_in_the_cheapest_larger_one(head
 def test_heads_of_a_kernel_are_not_padded(arch, operation):
     for heads in arch.kernels(operation).heads:
         problem = replace(PROBLEM, head_dim=heads[0], value_dim=heads[1])
-        choice = choose(problem, Target("cuda", ALL), None, operation)
+        choice = choose(problem, Target("cuda", ALL, arch.capabilities), None, operation)
         assert choice.chosen.heads == heads
         assert choice.reason == "compiled kernels serve this problem on cuda"
 

@@ -1,0 +1,356 @@
+"""Backward by mma.sync: dq, dk and dv from one more pass over all visible pairs.
+
+    prepare    delta, log2-sum-exp2 by query row; dQ sums = 0                (backward_rows.py)
+    main       wait q(n), do(n); barrier; S P dP dS dV; barrier; load do(n-1); dK; barrier;
+               load q(n-1); dQ, dQ sums += | wait q(n-1), do(n-1) ...        one stage
+    finish     dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv              (backward_rows.py)
+
+With two stages, the loads of the next step come right after the first barrier, and the third is not
+needed. The method is FlashAttention's (Dao, arXiv:2307.08691). Memory: ``plan_bwd.py``;
+conventions: ``jax_fa/spec/problem.py``.
+"""
+
+from collections.abc import Callable
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from jax_fa.kernels import dense_mask, edges, fragments, primitives, segments, softmax, tiles
+from jax_fa.kernels.backward_host import (
+    BackwardCall,
+    backward_entry,
+    backward_order,
+    plain_arrays,
+)
+from jax_fa.kernels.backward_rows import Scratch
+from jax_fa.kernels.backward_work import (
+    Arrays,
+    Scalars,
+    Step,
+    Work,
+    await_turn,
+    first_step,
+    narrow_rows,
+    next_step,
+    pass_turn,
+    tile_at,
+    work_on,
+)
+from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
+from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync.bwd_work import (
+    BackwardContext,
+    BackwardSmem,
+    BackwardVariant,
+    Keys,
+    load_keys,
+    load_queries,
+    make_keys,
+    tiles_of,
+)
+from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES
+from jax_fa.kernels.mma_sync.plan_bwd import backward_plan
+from jax_fa.kernels.unmasked import hides_pairs
+from jax_fa.spec import division
+from jax_fa.spec.config_mma_sync import WARP_ROWS, MmaSyncBackward
+from jax_fa.spec.key import KernelKey
+
+RESIDENT_WARPS = 8
+"""Warps that an SM holds with all registers that a thread can have."""
+
+
+@cute.kernel
+def kernel(
+    variant: cutlass.Constexpr,
+    arrays: Arrays,
+    scratch: Scratch,
+    scalars: Scalars,
+    order: tiles.Order,
+):
+    """Device entry: shared memory, and the tiles of the CTA."""
+    layout, config, dtype = tiles_of(variant), variant.config, variant.dtype
+    stages, align = config.stages, ALIGNMENT_BYTES
+
+    @cute.struct
+    class Storage:
+        k: cute.struct.Align[cute.struct.MemRange[dtype, layout.k.elements], align]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, layout.v.elements], align]
+        q: cute.struct.Align[cute.struct.MemRange[dtype, stages * layout.q.elements], align]
+        dout: cute.struct.Align[cute.struct.MemRange[dtype, stages * layout.dout.elements], align]
+        ds: cute.struct.Align[cute.struct.MemRange[dtype, layout.ds.elements], align]
+        lse2: cute.struct.Align[cute.struct.MemRange[Float32, config.block_q * stages], 128]
+        delta: cute.struct.Align[cute.struct.MemRange[Float32, config.block_q * stages], 128]
+        found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
+
+    storage = SmemAllocator().allocate(Storage)
+    statistics = cute.make_layout((config.block_q, stages))
+    smem = BackwardSmem(
+        k=storage.k.data_ptr().toint(),
+        v=storage.v.data_ptr().toint(),
+        q=storage.q.data_ptr().toint(),
+        dout=storage.dout.data_ptr().toint(),
+        ds=storage.ds.data_ptr().toint(),
+        lse2=storage.lse2.get_tensor(statistics),
+        delta=storage.delta.get_tensor(statistics),
+        found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
+    )
+    x = BackwardContext(arrays, scratch, scalars, order, smem)
+    if const_expr(variant.is_general):
+        if dense_mask.narrows(scalars):
+            if cute.arch.thread_idx()[0] == 0:
+                segments.reset(smem.found)
+            cute.arch.sync_threads()
+            narrow_rows(variant, x)
+            cute.arch.sync_threads()
+    attend(variant, x)
+
+
+def make_entry(key: KernelKey, config: MmaSyncBackward) -> Callable:
+    """The flat host entry of one variant."""
+    return backward_entry(BackwardVariant(key, config, backward_plan(key, config)), launch)
+
+
+@cute.jit
+def launch(variant: cutlass.Constexpr, call: BackwardCall):
+    """Launches the main kernel."""
+    resident = RESIDENT_WARPS // variant.config.warps
+    order, num_ctas = backward_order(variant, call._replace(num_sms=call.num_sms * resident))
+    kernel(variant, plain_arrays(variant, call), call.scratch, call.scalars, order).launch(
+        grid=(num_ctas, 1, 1),
+        block=(variant.plan.threads, 1, 1),
+        stream=call.stream,
+        min_blocks_per_mp=1,
+    )
+
+
+@cute.jit
+def attend(variant: cutlass.Constexpr, x: BackwardContext):
+    """Computes the tiles of the CTA."""
+    c, layout = make_keys(variant), tiles_of(variant)
+    tile = tile_at(variant, x, Int32(0))
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        c.dk.fill(0.0)
+        c.dv.fill(0.0)
+        if work.num_steps > 0:
+            # HAZARD: warps may still read keys, dS and queries of the tile before.
+            cute.arch.sync_threads()
+            load_keys(variant, layout.k, x.smem.k, x.arrays.k, work)
+            load_keys(variant, layout.v, x.smem.v, x.arrays.v, work)
+            at = first_step(work, Int32(0))
+            load_queries(variant, x, "q", work, at, Int32(0))
+            load_queries(variant, x, "dout", work, at, Int32(0))
+            cute.arch.cp_async_commit_group()
+            if x.scalars.deterministic != 0:
+                for i in cutlass.range(work.num_steps, unroll=1):
+                    at = step(variant, True, x, c, work, at, i + 1 < work.num_steps)
+            else:
+                for i in cutlass.range(work.num_steps, unroll=1):
+                    at = step(variant, False, x, c, work, at, i + 1 < work.num_steps)
+        store(variant, x, c, work)
+        tile = tile_at(variant, x, tile.slot + 1)
+
+
+@cute.jit
+def step(
+    variant: cutlass.Constexpr,
+    deterministic: cutlass.Constexpr[bool],
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+    has_next: cutlass.Boolean,
+) -> Step:
+    """Adds a query block's part of dK and dV to the accumulators, and that of dQ to global memory.
+
+    Returns the next step, whose loads it has started if ``has_next``.
+    """
+    config = variant.config
+    following = next_step(variant, x, work, at)
+    stage, next_stage = Int32(0), Int32(0)
+    cute.arch.cp_async_wait_group(0)
+    # HAZARD: all threads' copies of this block are there; all warps are done with the block and
+    # with dS of the step before.
+    cute.arch.sync_threads()
+    if const_expr(config.stages > 1):
+        stage, next_stage = at.parity, following.parity
+        if has_next:
+            load_queries(variant, x, "q", work, following, next_stage)
+            load_queries(variant, x, "dout", work, following, next_stage)
+        cute.arch.cp_async_commit_group()
+    roundeds = []
+    for part in cutlass.range_constexpr(config.parts):
+        own = c._replace(first_query=part * (config.block_q // config.parts))
+        roundeds.append(differentiate_part(variant, x, own, work, at, stage))
+    # HAZARD: dS of all warps is in shared memory, and no warp reads dO any more.
+    cute.arch.sync_threads()
+    if const_expr(config.stages == 1):
+        if has_next:
+            load_queries(variant, x, "dout", work, following, next_stage)
+    tile = tiles_of(variant).q
+    for part in cutlass.range_constexpr(config.parts):
+        first = part * (config.block_q // config.parts)
+        rows = x.smem.q + stage * tile.size_bytes + first * tile.width
+        multiply_rows(variant, c.dk, roundeds[part], tile, rows)
+    if const_expr(config.stages == 1):
+        # HAZARD: no warp reads Q any more.
+        cute.arch.sync_threads()
+        if has_next:
+            load_queries(variant, x, "q", work, following, next_stage)
+        cute.arch.cp_async_commit_group()
+    reduce_dq(variant, deterministic, x, c, work, at)
+    return following
+
+
+@cute.jit
+def differentiate_part(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+    stage: Int32,
+) -> cute.Tensor:
+    """Computes P and dS of a part of a block of queries, and adds that of dV; returns dS, rounded.
+
+    dS goes to shared memory as well.
+    """
+    layout, has_soft_cap = tiles_of(variant), variant.key.has_soft_cap
+    q = x.smem.q + stage * layout.q.size_bytes + c.first_query * layout.q.width
+    dout = x.smem.dout + stage * layout.dout.size_bytes + c.first_query * layout.dout.width
+    multiply_columns(variant, c, c.s, layout.k, x.smem.k, layout.q, q)
+    if const_expr(has_soft_cap):
+        softmax.cap(c.s, x.scalars.cap_inner_log2)
+    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
+    for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
+        fresh = c._replace(thread=products.recomputed(c.thread))
+        mask_block(variant, x, fresh, work, at)
+    p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
+    slope = cute.make_rmem_tensor_like(p) if const_expr(has_soft_cap) else p
+    exponentiate(variant, c, x.smem.lse2[None, stage], x.scalars.score_log2, p, slope)
+    multiply_rows(variant, c.dv, p, layout.dout, dout)
+    dp = c.s
+    multiply_columns(variant, c, dp, layout.v, x.smem.v, layout.dout, dout)
+    differentiate(c, x.smem.delta[None, stage], slope, dp)
+    primitives.narrow(dp, ds)
+    lane = cute.arch.lane_idx()
+    words = fragments.pairs_by_row(ds)
+    tile, first_piece = layout.ds, c.first_query // products.COLUMNS
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        row = own_row() + lane // 4 + 8 * r
+        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            place = x.smem.ds + tile.place(row, first_piece + i) + lane % 4 * 4
+            products.store_word(place, words[r, i])
+    return ds
+
+
+def own_row() -> Int32:
+    """The first of the calling warp's keys in the tile."""
+    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // edges.WARP) * WARP_ROWS
+
+
+@cute.jit
+def multiply_columns(
+    variant: cutlass.Constexpr,
+    c: Keys,
+    acc: cute.Tensor,
+    keys: cutlass.Constexpr,
+    own: Int32,
+    queries: cutlass.Constexpr,
+    rows: Int32,
+):
+    """``acc`` = the warp's keys times queries transposed.
+
+    Args:
+        variant: the variant.
+        c: the keys.
+        acc: 16 keys by queries.
+        keys: tile of k or v.
+        own: its address.
+        queries: tile of q or dout.
+        rows: address of its first row.
+    """
+    lane = cute.arch.lane_idx()
+    own = own + own_row() * keys.width + products.by_rows(keys, lane)
+    rows = rows + products.by_columns(queries, lane)
+    acc.fill(0.0)
+    num_queries = cute.size(acc) // 4 * products.COLUMNS
+    for k in cutlass.range_constexpr(0, keys.columns, products.DEPTH):
+        a = products.fetch(keys.beside(own, k))
+        beside = queries.beside(rows, k)
+        for n in cutlass.range_constexpr(0, num_queries, 2 * products.COLUMNS):
+            b = products.fetch(beside + n * queries.width)
+            products.multiply(acc, n // products.COLUMNS, a, b, variant.dtype)
+
+
+@cute.jit
+def multiply_rows(
+    variant: cutlass.Constexpr,
+    acc: cute.Tensor,
+    rounded: cute.Tensor,
+    tile: cutlass.Constexpr,
+    rows: Int32,
+):
+    """Adds to ``acc`` the fragment ``rounded``, keys by queries, times these rows of ``tile``."""
+    words = cute.recast_tensor(rounded, Int32)
+    rows = rows + products.by_rows(tile, cute.arch.lane_idx())
+    for k in cutlass.range_constexpr(cute.size(words) // 4):
+        a = products.Four(*(words[4 * k + i] for i in range(4)))
+        for n in cutlass.range_constexpr(0, tile.columns, 2 * products.COLUMNS):
+            place = tile.beside(rows, n) + k * (products.DEPTH * tile.width)
+            b = products.fetch(place, is_transposed=True)
+            products.multiply(acc, n // products.COLUMNS, a, b, variant.dtype)
+
+
+@cute.jit
+def reduce_dq(
+    variant: cutlass.Constexpr,
+    deterministic: cutlass.Constexpr[bool],
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+):
+    """Computes dQ of 16 queries, all columns or the warp's share, and adds it to the sums."""
+    columns, block_q = variant.dq_shape.columns, variant.config.block_q
+    four = (work.scratch_row + at.q_block * block_q) * (variant.key.head_dim // 4)
+    sums = x.scratch.dq_sum[None, four, at.head].iterator.toint()
+    sums = sums + (c.index * (columns // 2 * edges.WARPGROUP) + c.thread) * 4
+    if const_expr(deterministic):
+        if cute.arch.thread_idx()[0] < edges.WARP:
+            await_turn(variant, x, work, at, 1)
+        cute.arch.sync_threads()
+    # Not all at once: beside dK and dV there is no room.
+    width = next(w for w in (64, 48, 32) if columns % w == 0)
+    for first in cutlass.range_constexpr(0, columns, width):
+        dq = multiply_dq(variant, x, c.index * columns + first, width)
+        for i in cutlass.range_constexpr(cute.size(dq)):
+            products.add_to_global(sums + (first // 2 + i) * (edges.WARPGROUP * 4), dq[i])
+    if const_expr(deterministic):
+        # HAZARD: every addition of the CTA must be visible before the next key block's turn. They
+        # were made before the barrier, hence before the release.
+        cute.arch.sync_threads()
+        if cute.arch.thread_idx()[0] < edges.WARP:
+            pass_turn(variant, x, work, at)
+
+
+def multiply_dq(
+    variant: BackwardVariant, x: BackwardContext, first: Int32, columns: int
+) -> cute.Tensor:
+    """DQ of the warp's 16 queries, ``columns`` columns from ``first`` on."""
+    layout, lane = tiles_of(variant), cute.arch.lane_idx()
+    dq = fragments.accumulator(columns)
+    dq.fill(0.0)
+    ds = x.smem.ds + products.by_columns(layout.ds, lane)
+    ds = layout.ds.beside(ds, own_row() % variant.config.block_q)
+    keys = x.smem.k + products.by_rows(layout.k, lane)
+    steps = range(0, columns, 2 * products.COLUMNS)
+    beside = [layout.k.beside(keys, first + n) for n in steps]
+    for k in range(0, variant.config.block_kv, products.DEPTH):
+        a = products.fetch(ds + k * layout.ds.width, is_transposed=True)
+        for n, place in enumerate(beside):
+            b = products.fetch(place + k * layout.k.width, is_transposed=True)
+            products.multiply(dq, 2 * n, a, b, variant.dtype)
+    return dq
