@@ -45,6 +45,7 @@ from jax_fa.kernels.mma_sync.bwd_work import (
     BackwardSmem,
     BackwardVariant,
     Keys,
+    anew,
     load_keys,
     load_queries,
     make_keys,
@@ -139,17 +140,19 @@ def attend(variant: cutlass.Constexpr, x: BackwardContext):
             cute.arch.sync_threads()
             load_keys(variant, layout.k, x.smem.k, x.arrays.k, work)
             load_keys(variant, layout.v, x.smem.v, x.arrays.v, work)
-            at = first_step(work, Int32(0))
+            at, remaining = first_step(work, Int32(0)), work.num_steps
             load_queries(variant, x, "q", work, at, Int32(0))
             load_queries(variant, x, "dout", work, at, Int32(0))
             cute.arch.cp_async_commit_group()
             if x.scalars.deterministic != 0:
-                for i in cutlass.range(work.num_steps, unroll=1):
-                    at = step(variant, True, x, c, work, at, i + 1 < work.num_steps)
+                while remaining > 0:
+                    remaining = remaining - 1
+                    at = step(variant, True, x, c, work, at, remaining > 0)
             else:
-                for i in cutlass.range(work.num_steps, unroll=1):
-                    at = step(variant, False, x, c, work, at, i + 1 < work.num_steps)
-        store(variant, x, c, work)
+                while remaining > 0:
+                    remaining = remaining - 1
+                    at = step(variant, False, x, c, work, at, remaining > 0)
+        store(variant, x, anew(c), work)
         tile = tile_at(variant, x, tile.slot + 1)
 
 
@@ -182,7 +185,7 @@ def step(
         cute.arch.cp_async_commit_group()
     roundeds = []
     for part in cutlass.range_constexpr(config.parts):
-        own = c._replace(first_query=part * (config.block_q // config.parts))
+        own = anew(c)._replace(first_query=part * (config.block_q // config.parts))
         roundeds.append(differentiate_part(variant, x, own, work, at, stage))
     # HAZARD: dS of all warps is in shared memory, and no warp reads dO any more.
     cute.arch.sync_threads()
@@ -225,8 +228,7 @@ def differentiate_part(
         softmax.cap(c.s, x.scalars.cap_inner_log2)
     hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
     for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
-        fresh = c._replace(thread=products.recomputed(c.thread))
-        mask_block(variant, x, fresh, work, at)
+        mask_block(variant, x, anew(c), products.hidden_from(work), at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
     slope = cute.make_rmem_tensor_like(p) if const_expr(has_soft_cap) else p
     exponentiate(variant, c, x.smem.lse2[None, stage], x.scalars.score_log2, p, slope)
@@ -235,20 +237,21 @@ def differentiate_part(
     multiply_columns(variant, c, dp, layout.v, x.smem.v, layout.dout, dout)
     differentiate(c, x.smem.delta[None, stage], slope, dp)
     primitives.narrow(dp, ds)
-    lane = cute.arch.lane_idx()
+    thread = products.thread_index()
+    lane = thread % edges.WARP
     words = fragments.pairs_by_row(ds)
     tile, first_piece = layout.ds, c.first_query // products.COLUMNS
     for r in cutlass.range_constexpr(fragments.ROWS):
-        row = own_row() + lane // 4 + 8 * r
+        row = own_row(thread) + lane // 4 + 8 * r
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
             place = x.smem.ds + tile.place(row, first_piece + i) + lane % 4 * 4
             products.store_word(place, words[r, i])
     return ds
 
 
-def own_row() -> Int32:
-    """The first of the calling warp's keys in the tile."""
-    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // edges.WARP) * WARP_ROWS
+def own_row(thread: Int32) -> Int32:
+    """The first of the keys in the tile that a thread's warp owns."""
+    return thread // edges.WARP * WARP_ROWS
 
 
 @cute.jit
@@ -272,8 +275,9 @@ def multiply_columns(
         queries: tile of q or dout.
         rows: address of its first row.
     """
-    lane = cute.arch.lane_idx()
-    own = own + own_row() * keys.width + products.by_rows(keys, lane)
+    thread = products.thread_index()
+    lane = thread % edges.WARP
+    own = own + own_row(thread) * keys.width + products.by_rows(keys, lane)
     rows = rows + products.by_columns(queries, lane)
     acc.fill(0.0)
     num_queries = cute.size(acc) // 4 * products.COLUMNS
@@ -295,7 +299,7 @@ def multiply_rows(
 ):
     """Adds to ``acc`` the fragment ``rounded``, keys by queries, times these rows of ``tile``."""
     words = cute.recast_tensor(rounded, Int32)
-    rows = rows + products.by_rows(tile, cute.arch.lane_idx())
+    rows = rows + products.by_rows(tile, products.thread_index() % edges.WARP)
     for k in cutlass.range_constexpr(cute.size(words) // 4):
         a = products.Four(*(words[4 * k + i] for i in range(4)))
         for n in cutlass.range_constexpr(0, tile.columns, 2 * products.COLUMNS):
@@ -317,7 +321,8 @@ def reduce_dq(
     columns, block_q = variant.dq_shape.columns, variant.config.block_q
     four = (work.scratch_row + at.q_block * block_q) * (variant.key.head_dim // 4)
     sums = x.scratch.dq_sum[None, four, at.head].iterator.toint()
-    sums = sums + (c.index * (columns // 2 * edges.WARPGROUP) + c.thread) * 4
+    own = c.index * (columns // 2 * edges.WARPGROUP) + anew(c).thread
+    sums = sums + own * 4
     if const_expr(deterministic):
         if cute.arch.thread_idx()[0] < edges.WARP:
             await_turn(variant, x, work, at, 1)
@@ -340,11 +345,12 @@ def multiply_dq(
     variant: BackwardVariant, x: BackwardContext, first: Int32, columns: int
 ) -> cute.Tensor:
     """DQ of the warp's 16 queries, ``columns`` columns from ``first`` on."""
-    layout, lane = tiles_of(variant), cute.arch.lane_idx()
+    layout, thread = tiles_of(variant), products.thread_index()
+    lane = thread % edges.WARP
     dq = fragments.accumulator(columns)
     dq.fill(0.0)
     ds = x.smem.ds + products.by_columns(layout.ds, lane)
-    ds = layout.ds.beside(ds, own_row() % variant.config.block_q)
+    ds = layout.ds.beside(ds, own_row(thread) % variant.config.block_q)
     keys = x.smem.k + products.by_rows(layout.k, lane)
     steps = range(0, columns, 2 * products.COLUMNS)
     beside = [layout.k.beside(keys, first + n) for n in steps]

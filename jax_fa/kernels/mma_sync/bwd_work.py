@@ -126,7 +126,9 @@ def make_keys(variant: BackwardVariant) -> Keys:
     """Those of the calling warp."""
     config, key = variant.config, variant.key
     thread = cute.arch.thread_idx()[0]
-    index = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
+    index = Int32(0)
+    if config.num_consumers > 1:
+        index = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
     return Keys(
         s=fragments.accumulator(config.block_q // config.parts),
         dk=fragments.accumulator(key.head_dim),
@@ -136,6 +138,11 @@ def make_keys(variant: BackwardVariant) -> Keys:
         index=index,
         thread=thread % edges.WARPGROUP,
     )
+
+
+def anew(c: Keys) -> Keys:
+    """``c`` with its thread in no register of the loop."""
+    return c._replace(thread=products.thread_index() % edges.WARPGROUP)
 
 
 @cute.jit

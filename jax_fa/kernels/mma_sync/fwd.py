@@ -132,27 +132,30 @@ class Place(NamedTuple):
 
     Attributes:
         block: the next block.
-        remaining: blocks to do, this one included.
-        stage: which holds it.
+        remaining: blocks to do, this one included. It also tells which stage holds the block.
     """
 
     block: Int32
     remaining: Int32
-    stage: Int32
+
+
+def stage_of(variant: Variant, at: Place) -> Int32:
+    """Which stage holds the block of ``at``."""
+    return at.remaining & (variant.config.stages - 1)  # stages are one or two
 
 
 @cute.jit
 def load_k(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place) -> None:
     """Starts the load of a block of keys."""
     tile = tiles_of(variant).k
-    load_rows(variant, tile, x.smem.k + at.stage * tile.size_bytes, x.arrays.k, work, at.block)
+    load_rows(variant, tile, x.smem.k + stage_of(variant, at) * tile.size_bytes, x.arrays.k, work, at.block)
 
 
 @cute.jit
 def load_v(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place) -> None:
     """Starts the load of a block of values."""
     tile = tiles_of(variant).v
-    load_rows(variant, tile, x.smem.v + at.stage * tile.size_bytes, x.arrays.v, work, at.block)
+    load_rows(variant, tile, x.smem.v + stage_of(variant, at) * tile.size_bytes, x.arrays.v, work, at.block)
 
 
 @cute.jit
@@ -161,7 +164,7 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
     work = work_on(variant, x, tile_at(variant, x, Int32(0)))
     if work.tile.is_valid:
         rows = make_row_tiles(variant)
-        at = Place(work.blocks.end - 1, work.num_blocks, Int32(0))
+        at = Place(work.blocks.end - 1, work.num_blocks)
         load_q(variant, x, work)
         load_k(variant, x, work, at)
         if const_expr(variant.config.stages > 1):
@@ -176,32 +179,39 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
             cute.arch.sync_threads()
             queries = fetch_q(variant, x)
         if const_expr(variant.is_general):
-            for _ in cutlass.range(work.num_blocks, unroll=1):
+            while at.remaining > 0:
                 at = step(variant, "maybe", x, rows, queries, work, at)
         else:
-            masked = work.blocks.end - cutlass.max(work.blocks.full_end, work.blocks.start)
-            for _ in cutlass.range(masked, unroll=1):
+            unmasked = cutlass.max(work.blocks.full_end, work.blocks.start) - work.blocks.start
+            while at.remaining > unmasked:
                 at = step(variant, "always", x, rows, queries, work, at)
-            for _ in cutlass.range(work.num_blocks - masked, unroll=1):
+            while at.remaining > 0:
                 at = step(variant, "never", x, rows, queries, work, at)
-        band = products.recomputed(x.order.heads_per_band)
+        band = primitives.opaque(x.order.heads_per_band)
         x = x._replace(order=x.order._replace(heads_per_band=band))
         work = work_on(variant, x, tile_at(variant, x, Int32(0)))
         for i in cutlass.range_constexpr(len(rows)):
-            one = rows[i]._replace(thread=products.recomputed(rows[i].thread))
-            store(variant, x, one, first_row() + i * row_step(variant), work)
+            first = first_row(products.thread_index()) + i * row_step(variant)
+            store(variant, x, anew(rows[i]), first, work)
 
 
 def fetch_q(variant: Variant, x: ForwardContext) -> list[list[products.Four]]:
     """The queries of a warp as A operands, by depth and tile."""
     columns = range(0, variant.key.head_dim, products.DEPTH)
-    return [fetch_q_at(variant, x, column) for column in columns]
+    place = place_of_queries(variant, x, products.thread_index())
+    return [fetch_q_at(variant, place, column) for column in columns]
 
 
-def fetch_q_at(variant: Variant, x: ForwardContext, column: int) -> list[products.Four]:
+def place_of_queries(variant: Variant, x: ForwardContext, thread: Int32) -> Int32:
+    """What a thread addresses to fetch the first queries of its warp."""
+    tile = tiles_of(variant).q
+    own = products.by_rows(tile, thread % edges.WARP)
+    return x.smem.q + first_row(thread) * tile.width + own
+
+
+def fetch_q_at(variant: Variant, place: Int32, column: int) -> list[products.Four]:
     """16 columns of a warp's queries, from ``column`` on, as A operands, by tile."""
     tile = tiles_of(variant).q
-    place = x.smem.q + first_row() * tile.width + products.by_rows(tile, cute.arch.lane_idx())
     place = tile.beside(place, column)
     step = row_step(variant) * tile.width
     return [products.fetch(place + i * step) for i in range(variant.config.row_tiles)]
@@ -223,7 +233,7 @@ def step(
     asked. ``queries`` are those of ``fetch_q``, or None.
     """
     stages = variant.config.stages
-    following = Place(below(variant, x, at.block), at.remaining - 1, (at.stage + 1) % stages)
+    following = Place(below(variant, x, at.block), at.remaining - 1)
     cute.arch.cp_async_wait_group(0)
     # HAZARD: all threads' copies of this block are there, and all warps are done with the block
     # before, in whose place the next copies go.
@@ -235,7 +245,7 @@ def step(
     else:
         load_v(variant, x, work, at)
     cute.arch.cp_async_commit_group()
-    multiply_qk(variant, x, rows, queries, at.stage)
+    multiply_qk(variant, x, rows, queries, stage_of(variant, at))
     if const_expr(stages == 1):
         cute.arch.cp_async_wait_group(0)
         # HAZARD: the values are there, and no warp reads these keys any more.
@@ -247,7 +257,7 @@ def step(
     if const_expr(masked == "maybe"):
         hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.block)
     to_probabilities(variant, masked, x, rows, work, at.block, hides)
-    multiply_pv(variant, x, rows, at.stage)
+    multiply_pv(variant, x, rows, stage_of(variant, at))
     return following
 
 
@@ -261,12 +271,14 @@ def multiply_qk(
 ) -> None:
     """Computes the scores of all rows of a warp."""
     config, tile = variant.config, tiles_of(variant).k
-    keys = x.smem.k + stage * tile.size_bytes + products.by_columns(tile, cute.arch.lane_idx())
+    thread = products.thread_index()
+    keys = x.smem.k + stage * tile.size_bytes + products.by_columns(tile, thread % edges.WARP)
+    place = place_of_queries(variant, x, thread)
     for i in cutlass.range_constexpr(len(rows)):
         rows[i].scores.fill(0.0)
     for k in cutlass.range_constexpr(0, variant.key.head_dim, products.DEPTH):
         if const_expr(queries is None):
-            a = fetch_q_at(variant, x, k)
+            a = fetch_q_at(variant, place, k)
         else:
             a = queries[k // products.DEPTH]
         beside = tile.beside(keys, k)
@@ -296,12 +308,11 @@ def to_probabilities(
         one = rows[i]
         if const_expr(variant.key.has_soft_cap):
             softmax.cap(one.scores, x.scalars.cap_inner_log2)
-        fresh = one._replace(thread=products.recomputed(one.thread))
         if const_expr(masked == "always"):
-            mask_block(variant, x, fresh, work, one.scores, block)
+            mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
         if const_expr(masked == "maybe"):
             if hides:
-                mask_block(variant, x, fresh, work, one.scores, block)
+                mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
         shrink = fragment_softmax.update(one.scores, one.state, x.scalars.scale_log2, SLACK_LOG2)
         shrinking = shrinking | (shrink[0] != 1.0) | (shrink[1] != 1.0)
         shrinks.append(shrink)
@@ -313,13 +324,18 @@ def to_probabilities(
             fragment_softmax.scale_rows(rows[i].out, shrinks[i])
 
 
+def anew(rows: RowTile) -> RowTile:
+    """``rows`` with its thread in no register of the loop."""
+    return rows._replace(thread=products.thread_index() % edges.WARPGROUP)
+
+
 @cute.jit
 def multiply_pv(
     variant: cutlass.Constexpr, x: ForwardContext, rows: list[RowTile], stage: Int32
 ) -> None:
     """Adds the values of a block, weighted with the probabilities, to O."""
     config, tile = variant.config, tiles_of(variant).v
-    lane = cute.arch.lane_idx()
+    lane = products.thread_index() % edges.WARP
     values = x.smem.v + stage * tile.size_bytes + products.by_rows(tile, lane)
     for k in cutlass.range_constexpr(0, config.block_kv, products.DEPTH):
         a = [probabilities(variant, one, k) for one in rows]

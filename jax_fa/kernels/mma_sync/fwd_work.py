@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from jax_fa.kernels import edges, fragment_softmax, fragments, tiles
+from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Variant, Work, row_of_tile
 from jax_fa.kernels.mma_sync.loads import address_of_row, copy_row, piece_of_thread
 from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
@@ -72,7 +72,7 @@ def make_row_tiles(variant: Variant) -> list[RowTile]:
     config = variant.config
     thread = cute.arch.thread_idx()[0]
     groups = config.warps // edges.WARPS_PER_GROUP
-    group = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
+    group = Int32(0) if groups == 1 else thread // edges.WARPGROUP
     return [
         RowTile(
             scores=fragments.accumulator(config.block_kv),
@@ -85,10 +85,9 @@ def make_row_tiles(variant: Variant) -> list[RowTile]:
     ]
 
 
-def first_row() -> Int32:
-    """The first row of a warp in the CTA's tile; that of its next tile is ``row_step`` further."""
-    warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // edges.WARP)
-    return warp * WARP_ROWS
+def first_row(thread: Int32) -> Int32:
+    """The first row of a thread's warp in the CTA's tile; that of its next, ``row_step`` further."""
+    return thread // edges.WARP * WARP_ROWS
 
 
 def row_step(variant: Variant) -> int:
@@ -134,7 +133,9 @@ def load_rows(
     """
     mine, span = piece_of_thread(tile), work.span
     step = tile.rows_of_pass(variant.plan.threads)
-    rows = array[None, None, work.tile.kv_head, work.tile.batch]
+    # Two registers of the loop; addresses of the head's keys and values would be four.
+    kv_head, batch = (primitives.opaque(i) for i in (work.tile.kv_head, work.tile.batch))
+    rows = array[None, None, kv_head, batch]
     first = block * tile.rows + mine.row
     place = target + tile.place(mine.row, mine.piece)
     for i in cutlass.range_constexpr(tile.rows // step):

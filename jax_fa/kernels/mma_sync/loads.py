@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 
 def piece_of_thread(tile: Panels) -> Piece:
     """That of the calling thread in the first pass."""
-    thread = cute.arch.thread_idx()[0]
+    thread = products.thread_index()
     return Piece(thread // tile.pieces, thread % tile.pieces)
 
 

@@ -9,17 +9,20 @@ probabilities never move. A B operand of 16 columns by 16 deep is four registers
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 
+from jax_fa.kernels import edges, primitives
 from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
 
 DEPTH = 16
 """Of a product: the K of one mma.sync."""
 COLUMNS = 8
 """Of a product."""
+MAX_WARPS = 32
+"""Of a CTA of any GPU."""
 
 
 class Four(NamedTuple):
@@ -84,14 +87,19 @@ def one_if_any(condition: Boolean) -> Int32:
     )
 
 
-def recomputed(value: Int32) -> Int32:
-    """``value``, in a way that makes the compiler compute anew what follows from it.
+def thread_index() -> Int32:
+    """The calling thread's in its CTA.
 
-    Else it would compute it once, before a loop through which no register is left to keep it.
+    What follows from it is computed where it is used: of a loop's registers it takes one.
     """
-    return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
-    )
+    # Of few bits, or the compiler would divide as of a negative number.
+    return primitives.opaque(cute.arch.thread_idx()[0]) & (edges.WARP * MAX_WARPS - 1)
+
+
+def hidden_from(work: Any) -> Any:
+    """A tile's ``work``, of whose window nothing has been computed ahead of the loop."""
+    shift = primitives.opaque(work.window.shift)
+    return work._replace(window=work.window._replace(shift=shift))
 
 
 def copy_piece(target: Int32, source: Int64, size_bytes: Int32) -> None:
