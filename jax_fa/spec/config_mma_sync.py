@@ -71,6 +71,10 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     return MmaSyncForward(32, warps=8, row_tiles=1, stages=1, packs_heads=packs_heads)
 
 
+SWEEP_WORDS = 20
+"""What a backward's sweep uses of its work, at most."""
+
+
 @dataclass(frozen=True)
 class MmaSyncBackward:
     """A backward kernel's tile and resources.
@@ -80,11 +84,13 @@ class MmaSyncBackward:
         stages: blocks of queries and of dO that shared memory holds. With one, each is loaded as
             soon as its last product of a step is done.
         parts: of a block of queries, whose scores are computed one after the other.
+        work_words: of what a sweep uses of its work that shared memory holds, not registers.
     """
 
     warps: int
     stages: int = 1
     parts: int = 1
+    work_words: int = 0
 
     @property
     def block_kv(self) -> int:
@@ -124,6 +130,7 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
         return MmaSyncBackward(warps=8, stages=2)
     if key.head_dim <= 96:
         return MmaSyncBackward(warps=8)
+    if key.head_dim <= 128:
+        return MmaSyncBackward(warps=4, parts=2)
     # A general mask takes registers: of halves of a block, some 400 bytes spill (ptxas 13.0).
-    is_tight = key.head_dim > 128 and key.mask == "general"
-    return MmaSyncBackward(warps=4, parts=4 if is_tight else 2)
+    return MmaSyncBackward(4, parts=4, work_words=SWEEP_WORDS)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import dense_mask, edges, fragments, primitives, segments, softmax, tiles
@@ -48,7 +48,10 @@ from jax_fa.kernels.mma_sync.bwd_work import (
     anew,
     load_keys,
     load_queries,
+    loaded_anew,
     make_keys,
+    put_down,
+    taken_up,
     tiles_of,
 )
 from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES
@@ -83,7 +86,7 @@ def kernel(
         ds: cute.struct.Align[cute.struct.MemRange[dtype, layout.ds.elements], align]
         lse2: cute.struct.Align[cute.struct.MemRange[Float32, config.block_q * stages], 128]
         delta: cute.struct.Align[cute.struct.MemRange[Float32, config.block_q * stages], 128]
-        found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
+        found: cute.struct.MemRange[Int32, division.FOUND_WORDS + config.work_words]
 
     storage = SmemAllocator().allocate(Storage)
     statistics = cute.make_layout((config.block_q, stages))
@@ -96,6 +99,7 @@ def kernel(
         lse2=storage.lse2.get_tensor(statistics),
         delta=storage.delta.get_tensor(statistics),
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
+        work=storage.found.data_ptr() + division.FOUND_WORDS,
     )
     x = BackwardContext(arrays, scratch, scalars, order, smem)
     if const_expr(variant.is_general):
@@ -132,7 +136,8 @@ def attend(variant: cutlass.Constexpr, x: BackwardContext):
     c, layout = make_keys(variant), tiles_of(variant)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
-        work = work_on(variant, x, tile)
+        work = work_on(variant, loaded_anew(x), tile)
+        put_down(variant, x, work)
         c.dk.fill(0.0)
         c.dv.fill(0.0)
         if work.num_steps > 0:
@@ -152,8 +157,8 @@ def attend(variant: cutlass.Constexpr, x: BackwardContext):
                 while remaining > 0:
                     remaining = remaining - 1
                     at = step(variant, False, x, c, work, at, remaining > 0)
-        store(variant, x, anew(c), work)
-        tile = tile_at(variant, x, tile.slot + 1)
+        store(variant, x, anew(c), taken_up(variant, x, work))
+        tile = tile_at(variant, loaded_anew(x), tile.slot + 1)
 
 
 @cute.jit
@@ -171,12 +176,13 @@ def step(
     Returns the next step, whose loads it has started if ``has_next``.
     """
     config = variant.config
-    following = next_step(variant, x, work, at)
     stage, next_stage = Int32(0), Int32(0)
     cute.arch.cp_async_wait_group(0)
     # HAZARD: all threads' copies of this block are there; all warps are done with the block and
     # with dS of the step before.
     cute.arch.sync_threads()
+    work = taken_up(variant, x, work)
+    following = next_step(variant, x, work, at)
     if const_expr(config.stages > 1):
         stage, next_stage = at.parity, following.parity
         if has_next:
@@ -189,6 +195,7 @@ def step(
         roundeds.append(differentiate_part(variant, x, own, work, at, stage))
     # HAZARD: dS of all warps is in shared memory, and no warp reads dO any more.
     cute.arch.sync_threads()
+    work = taken_up(variant, x, work)
     if const_expr(config.stages == 1):
         if has_next:
             load_queries(variant, x, "dout", work, following, next_stage)
@@ -196,10 +203,16 @@ def step(
     for part in cutlass.range_constexpr(config.parts):
         first = part * (config.block_q // config.parts)
         rows = x.smem.q + stage * tile.size_bytes + first * tile.width
-        multiply_rows(variant, c.dk, roundeds[part], tile, rows)
+        if const_expr(config.parts > 1):
+            # Of all parts but one, dS would wait in registers while the last is computed.
+            operands = fetch_ds(variant, x, first)
+        else:
+            operands = operands_of(roundeds[part])
+        multiply_rows(variant, c.dk, operands, tile, rows)
     if const_expr(config.stages == 1):
         # HAZARD: no warp reads Q any more.
         cute.arch.sync_threads()
+        work = taken_up(variant, x, work)
         if has_next:
             load_queries(variant, x, "q", work, following, next_stage)
         cute.arch.cp_async_commit_group()
@@ -232,7 +245,7 @@ def differentiate_part(
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
     slope = cute.make_rmem_tensor_like(p) if const_expr(has_soft_cap) else p
     exponentiate(variant, c, x.smem.lse2[None, stage], x.scalars.score_log2, p, slope)
-    multiply_rows(variant, c.dv, p, layout.dout, dout)
+    multiply_rows(variant, c.dv, operands_of(p), layout.dout, dout)
     dp = c.s
     multiply_columns(variant, c, dp, layout.v, x.smem.v, layout.dout, dout)
     differentiate(c, x.smem.delta[None, stage], slope, dp)
@@ -289,19 +302,36 @@ def multiply_columns(
             products.multiply(acc, n // products.COLUMNS, a, b, variant.dtype)
 
 
+def operands_of(rounded: cute.Tensor) -> list[products.Four]:
+    """The fragment ``rounded``, keys by queries, as A operands."""
+    words = cute.recast_tensor(rounded, Int32)
+    steps = range(0, cute.size(words), 4)
+    return [products.Four(*(words[k + i] for i in range(4))) for k in steps]
+
+
+def fetch_ds(
+    variant: BackwardVariant, x: BackwardContext, first_query: int
+) -> list[products.Four]:
+    """DS of the warp's keys as A operands, of a part of a block of queries."""
+    tile, thread = tiles_of(variant).ds, products.thread_index()
+    place = x.smem.ds + own_row(thread) * tile.width + products.by_rows(tile, thread % edges.WARP)
+    queries = variant.config.block_q // variant.config.parts
+    steps = range(first_query, first_query + queries, products.DEPTH)
+    return [products.fetch(tile.beside(place, k)) for k in steps]
+
+
 @cute.jit
 def multiply_rows(
     variant: cutlass.Constexpr,
     acc: cute.Tensor,
-    rounded: cute.Tensor,
+    operands: list[products.Four],
     tile: cutlass.Constexpr,
     rows: Int32,
 ):
-    """Adds to ``acc`` the fragment ``rounded``, keys by queries, times these rows of ``tile``."""
-    words = cute.recast_tensor(rounded, Int32)
+    """Adds to ``acc`` what is 16 keys by queries in ``operands`` times these rows of ``tile``."""
     rows = rows + products.by_rows(tile, products.thread_index() % edges.WARP)
-    for k in cutlass.range_constexpr(cute.size(words) // 4):
-        a = products.Four(*(words[4 * k + i] for i in range(4)))
+    for k in cutlass.range_constexpr(len(operands)):
+        a = operands[k]
         for n in cutlass.range_constexpr(0, tile.columns, 2 * products.COLUMNS):
             place = tile.beside(rows, n) + k * (products.DEPTH * tile.width)
             b = products.fetch(place, is_transposed=True)
@@ -328,17 +358,34 @@ def reduce_dq(
             await_turn(variant, x, work, at, 1)
         cute.arch.sync_threads()
     # Not all at once: beside dK and dV there is no room.
-    width = next(w for w in (64, 48, 32) if columns % w == 0)
-    for first in cutlass.range_constexpr(0, columns, width):
-        dq = multiply_dq(variant, x, c.index * columns + first, width)
-        for i in cutlass.range_constexpr(cute.size(dq)):
-            products.add_to_global(sums + (first // 2 + i) * (edges.WARPGROUP * 4), dq[i])
+    if const_expr(variant.key.head_dim <= 128):
+        width = next(w for w in (64, 48, 32) if columns % w == 0)
+        for first in cutlass.range_constexpr(0, columns, width):
+            add_dq(variant, x, sums, c.index * columns, first, width)
+    else:
+        for first in cutlass.range(0, columns, 32, unroll=1):
+            add_dq(variant, x, sums, c.index * columns, first, 32)
     if const_expr(deterministic):
         # HAZARD: every addition of the CTA must be visible before the next key block's turn. They
         # were made before the barrier, hence before the release.
         cute.arch.sync_threads()
         if cute.arch.thread_idx()[0] < edges.WARP:
             pass_turn(variant, x, work, at)
+
+
+@cute.jit
+def add_dq(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    sums: Int64,
+    start: Int32,
+    first: Int32,
+    width: cutlass.Constexpr[int],
+):
+    """Adds ``width`` columns of dQ, from ``start + first`` on, to the sums that begin at ``start``."""
+    dq = multiply_dq(variant, x, start + first, width)
+    for i in cutlass.range_constexpr(cute.size(dq)):
+        products.add_to_global(sums + (first // 2 + i) * (edges.WARPGROUP * 4), dq[i])
 
 
 def multiply_dq(

@@ -13,6 +13,7 @@ from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Work
 from jax_fa.kernels.mma_sync import products
 from jax_fa.kernels.mma_sync.loads import address_of_row, copy_row, piece_of_thread
 from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
+from jax_fa.spec.band import Blocks, Window
 from jax_fa.spec.config_mma_sync import WARP_ROWS, MmaSyncBackward
 from jax_fa.spec.key import KernelKey
 
@@ -95,6 +96,7 @@ class BackwardSmem(NamedTuple):
     lse2: cute.Tensor  # (block_q, stages)
     delta: cute.Tensor  # (block_q, stages)
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
+    work: cute.Pointer  # (config.work_words,) put_down
 
 
 class BackwardContext(NamedTuple):
@@ -138,6 +140,61 @@ def make_keys(variant: BackwardVariant) -> Keys:
         index=index,
         thread=thread % edges.WARPGROUP,
     )
+
+
+def _words_of(work: Work) -> list:
+    """What a sweep uses of its work, but for what is a constant of the variant."""
+    rest = (work.kv_start, work.kv_slot, work.q_start, work.scratch_row)
+    heads = (work.first_head, work.num_heads, work.stride)
+    return [*work.tile[2:], *work.window, *work.blocks, *rest, *heads]
+
+
+@cute.jit
+def put_down(variant: cutlass.Constexpr, x: BackwardContext, work: Work) -> None:
+    """Writes what a sweep uses of its work to shared memory, if the config says so. A CTA calls."""
+    if const_expr(variant.config.work_words > 0):
+        words = _words_of(work)
+        kept = cute.make_tensor(x.smem.work, cute.make_layout(len(words)))
+        # HAZARD: warps may still read those of the tile before.
+        cute.arch.sync_threads()
+        if cute.arch.thread_idx()[0] == 0:
+            for i in cutlass.range_constexpr(len(words)):
+                kept[i] = Int32(words[i])
+        cute.arch.sync_threads()
+
+
+def taken_up(variant: BackwardVariant, x: BackwardContext, work: Work) -> Work:
+    """``work`` as ``put_down`` wrote it: no register holds it through a barrier before."""
+    if variant.config.work_words == 0:
+        return work
+    words = _words_of(work)
+    kept = cute.make_tensor(x.smem.work, cute.make_layout(len(words)))
+    read = [word if isinstance(word, int) else kept[i] for i, word in enumerate(words)]
+    tile, window, blocks, rest = read[:4], read[4:9], read[9:13], read[13:]
+    names = ("kv_start", "kv_slot", "q_start", "scratch_row", "first_head", "num_heads", "stride")
+    first_key = tile[0] * variant.config.block_kv
+    return work._replace(
+        is_partial=first_key + variant.config.block_kv > window[4],
+        tile=tiles.Tile(work.tile.is_valid, work.tile.slot, *tile),
+        window=Window(*window),
+        blocks=Blocks(*blocks),
+        **dict(zip(names, rest, strict=True)),
+    )
+
+
+def loaded_anew(x: BackwardContext) -> BackwardContext:
+    """``x``, of whose extents nothing has been computed ahead of the tiles of a CTA."""
+    order, scalars = x.order, x.scalars
+    order = order._replace(
+        num_heads=primitives.opaque(order.num_heads), num_blocks=primitives.opaque(order.num_blocks)
+    )
+    rows = type(scalars.sequences.rows)(*map(primitives.opaque, scalars.sequences.rows))
+    scalars = scalars._replace(
+        sequences=scalars.sequences._replace(rows=rows),
+        group=primitives.opaque(scalars.group),
+        splits=primitives.opaque(scalars.splits),
+    )
+    return x._replace(order=order, scalars=scalars)
 
 
 def anew(c: Keys) -> Keys:

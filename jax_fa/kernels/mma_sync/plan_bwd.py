@@ -34,7 +34,8 @@ def backward_plan(key: KernelKey, config: MmaSyncBackward) -> Plan:
             Buffer("ds", ds.size_bytes),
             Buffer("lse2", config.block_q * STAT_BYTES * config.stages),
             Buffer("delta", config.block_q * STAT_BYTES * config.stages),
-            Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask tell of a tile
+            # What segments and a mask tell of a tile, and what its sweep uses of its work.
+            Buffer("found", 4 * (division.FOUND_WORDS + config.work_words)),
         ),
         barriers=(),
     )
