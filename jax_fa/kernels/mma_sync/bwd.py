@@ -309,9 +309,7 @@ def operands_of(rounded: cute.Tensor) -> list[products.Four]:
     return [products.Four(*(words[k + i] for i in range(4))) for k in steps]
 
 
-def fetch_ds(
-    variant: BackwardVariant, x: BackwardContext, first_query: int
-) -> list[products.Four]:
+def fetch_ds(variant: BackwardVariant, x: BackwardContext, first_query: int) -> list[products.Four]:
     """DS of the warp's keys as A operands, of a part of a block of queries."""
     tile, thread = tiles_of(variant).ds, products.thread_index()
     place = x.smem.ds + own_row(thread) * tile.width + products.by_rows(tile, thread % edges.WARP)
@@ -363,6 +361,7 @@ def reduce_dq(
         for first in cutlass.range_constexpr(0, columns, width):
             add_dq(variant, x, sums, c.index * columns, first, width)
     else:
+        # A loop: of what is unrolled, the compiler reads operands so far ahead that they spill.
         for first in cutlass.range(0, columns, 32, unroll=1):
             add_dq(variant, x, sums, c.index * columns, first, 32)
     if const_expr(deterministic):
@@ -382,7 +381,7 @@ def add_dq(
     first: Int32,
     width: cutlass.Constexpr[int],
 ):
-    """Adds ``width`` columns of dQ, from ``start + first`` on, to the sums that begin at ``start``."""
+    """Adds ``width`` columns of dQ, from ``start + first`` on; ``sums`` begin at ``start``."""
     dq = multiply_dq(variant, x, start + first, width)
     for i in cutlass.range_constexpr(cute.size(dq)):
         products.add_to_global(sums + (first // 2 + i) * (edges.WARPGROUP * 4), dq[i])

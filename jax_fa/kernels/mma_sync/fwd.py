@@ -148,14 +148,28 @@ def stage_of(variant: Variant, at: Place) -> Int32:
 def load_k(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place) -> None:
     """Starts the load of a block of keys."""
     tile = tiles_of(variant).k
-    load_rows(variant, tile, x.smem.k + stage_of(variant, at) * tile.size_bytes, x.arrays.k, work, at.block)
+    load_rows(
+        variant,
+        tile,
+        x.smem.k + stage_of(variant, at) * tile.size_bytes,
+        x.arrays.k,
+        work,
+        at.block,
+    )
 
 
 @cute.jit
 def load_v(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place) -> None:
     """Starts the load of a block of values."""
     tile = tiles_of(variant).v
-    load_rows(variant, tile, x.smem.v + stage_of(variant, at) * tile.size_bytes, x.arrays.v, work, at.block)
+    load_rows(
+        variant,
+        tile,
+        x.smem.v + stage_of(variant, at) * tile.size_bytes,
+        x.arrays.v,
+        work,
+        at.block,
+    )
 
 
 @cute.jit

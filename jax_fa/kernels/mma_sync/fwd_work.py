@@ -86,7 +86,7 @@ def make_row_tiles(variant: Variant) -> list[RowTile]:
 
 
 def first_row(thread: Int32) -> Int32:
-    """The first row of a thread's warp in the CTA's tile; that of its next, ``row_step`` further."""
+    """The first row of a thread's warp in the CTA's tile; its next tile's is ``row_step`` on."""
     return thread // edges.WARP * WARP_ROWS
 
 
