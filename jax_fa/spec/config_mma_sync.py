@@ -128,9 +128,9 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     """
     if key.head_dim <= 64:
         return MmaSyncBackward(warps=8, stages=2)
+    # With the work of a sweep in registers, up to 32 bytes spill (ptxas 13.0).
     if key.head_dim <= 96:
-        return MmaSyncBackward(warps=8)
-    # A general mask takes registers: of halves of a block, some 400 bytes spill (ptxas 13.0).
+        return MmaSyncBackward(warps=8, work_words=SWEEP_WORDS)
+    # A general mask takes registers: of halves of a block, some 400 bytes spill.
     is_tight = key.head_dim > 128 and key.mask == "general"
-    # With the work in registers, 8 to 32 bytes spill (ptxas 13.0).
     return MmaSyncBackward(warps=4, parts=4 if is_tight else 2, work_words=SWEEP_WORDS)
