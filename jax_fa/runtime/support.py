@@ -27,10 +27,12 @@ _SIZES = tuple(
     )
 )
 _LARGEST = max(min(heads) for heads in _SIZES)
+_PASSES: tuple[Operation, ...] = ("fwd", "bwd")
+"""What a head size has to have a kernel for: a bias is a row of its own."""
 _EVERYWHERE = [
     heads
     for heads in _SIZES
-    if all(heads in arch.kernels(operation).heads for arch in ARCHS for operation in OPERATIONS)
+    if all(heads in arch.kernels(operation).heads for arch in ARCHS for operation in _PASSES)
 ]
 _COMMON = max(min(heads) for heads in _EVERYWHERE)
 _DEEPEST = max(head_dim for head_dim, _ in _EVERYWHERE)
