@@ -92,6 +92,24 @@ def test_kernels_of_the_family_that_one_borrows_from_are_not_all_it_needs():
         assert "JAX_FA_GPU=sm103 " in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("problem", "operation", "serves"),
+    [
+        (replace(PROBLEM, head_dim=256, value_dim=256), "bwd", "sm90,sm100,sm103,sm110"),
+        (replace(PROBLEM, bias_bytes=2), "fwd", "sm90"),
+    ],
+)
+def test_without_a_gpu_a_refusal_names_the_families_that_have_a_kernel(problem, operation, serves):
+    # A program for another machine is for all families that are built, so one decides for all.
+    refused = choose(problem, Target("cuda", ALL), None, operation)
+    assert refused.is_fallback
+    assert f"`JAX_FA_GPU={serves} pip install" in refused.reason
+    built = frozenset(variant.name for variant in of_families(serves.split(",")))
+    assert not choose(problem, Target("cuda", built), None, operation).is_fallback
+    at_hand = choose(problem, Target("cuda", ALL, ("8.0",)), None, operation)
+    assert at_hand.is_fallback and "where no GPU is" not in at_hand.reason
+
+
 def test_a_variant_that_was_left_out_of_the_build_is_not_chosen():
     left_out = choose(PROBLEM, Target("cuda", ALL, ("9.0",)), None).kernel
     choice = choose(PROBLEM, Target("cuda", ALL - {left_out}, ("9.0",)), None)
@@ -123,7 +141,7 @@ def test_heads_without_a_kernel_of_their_own_run_in_the_cheapest_larger_one(head
 def test_heads_of_a_kernel_are_not_padded(arch, operation):
     for heads in arch.kernels(operation).heads:
         problem = replace(PROBLEM, head_dim=heads[0], value_dim=heads[1])
-        choice = choose(problem, Target("cuda", ALL), None, operation)
+        choice = choose(problem, Target("cuda", ALL, arch.capabilities), None, operation)
         assert choice.chosen.heads == heads
         assert choice.reason == "compiled kernels serve this problem on cuda"
 

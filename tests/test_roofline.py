@@ -163,7 +163,7 @@ def test_thor_has_an_eighth_of_its_sparse_4_bit_peak():
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="sm75.*sm100, sm103, sm110, sm90"):
+    with pytest.raises(ValueError, match="sm75.*sm100, sm103, sm110, sm80, sm90"):
         roofline.gpu_of("sm75")
 
 

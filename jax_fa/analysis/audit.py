@@ -22,6 +22,7 @@ from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES, TMEM_COLS, Plan, PlanError
 from jax_fa.spec import config
 from jax_fa.spec.arch import Operation, arch_named
 from jax_fa.spec.band import Band
+from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.config_sm90 import HopperBackward
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.problem import Problem, Semantics
@@ -172,6 +173,7 @@ _IN: _Needs = {"TMA in": (("tma load",),)}
 _BOTH_WAYS: _Needs = {"TMA both ways": (("tma load",), ("tma store",))}
 _REDUCING: _Needs = {"TMA in, vector reductions out": (("tma load",), _REDUCTIONS)}
 _TENSOR_MEMORY: _Needs = {"tensor memory read and written": (("tcgen05.ld",), ("tcgen05.st",))}
+_BY_THREADS: _Needs = {"cp.async in": (("cp.async",),), "operands by ldmatrix": (("ldmatrix",),)}
 _COPIES: dict[Operation, _Needs] = {"fwd": _BOTH_WAYS, "bwd": _REDUCING, "dbias": _IN}
 _MMAS = ("tcgen05.mma", "wgmma", "mma.sync")
 
@@ -212,7 +214,7 @@ def cycles_of(variant: Variant, gpu: roofline.Gpu) -> roofline.Cycles:
         )
     if variant.operation == "dbias":
         return roofline.bias_gradient(gpu, heads)
-    if isinstance(chosen, HopperBackward):
+    if isinstance(chosen, (HopperBackward, MmaSyncBackward)):
         # dQ goes from registers to global memory.
         hopper: tuple[roofline.Staged, ...] = ("ds",) if chosen.splits_keys else ("p", "ds")
         return roofline.backward(gpu, heads, hopper)
@@ -224,6 +226,8 @@ def expectation(variant: Variant) -> _Expectation:
     mma = arch_named(variant.arch).mma
     # Where keys are split, parts of results go from registers to memory, in float32.
     copies = _IN if variant.key.is_split else _COPIES[variant.operation]
+    if mma == "mma.sync":
+        copies = _BY_THREADS
     tensor_memory = _TENSOR_MEMORY if mma == "tcgen05.mma" else {}
     return _Expectation(mma, {**copies, **tensor_memory})
 
@@ -365,7 +369,7 @@ def _judge_instructions(report: Report, expected: _Expectation, counts: dict[str
         report.problems += [f"no {' or '.join(group)}" for group in missing]
         if not missing:
             report.praise.append(praise)
-    if counts["cp.async"]:
+    if counts["cp.async"] and expected.mma != "mma.sync":
         report.problems.append(f"{counts['cp.async']} cp.async, which TMA should replace")
     if counts["local memory"]:
         report.problems.append(f"{counts['local memory']} instructions use local memory")

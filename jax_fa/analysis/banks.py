@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from jax_fa.kernels.sm100.plan import MMA_ROWS, tiling
+from jax_fa.spec.config_mma_sync import MmaSyncBackward, MmaSyncForward
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.config_sm100 import BlackwellBackward, BlackwellForward
@@ -146,6 +148,17 @@ def _piece_of_lane(lane: int) -> Element:
     return Element(0, lane * PIECE)
 
 
+def _piece_of_tile(tile: Tile, lane: int) -> Element:
+    """Lanes have the pieces of a row of a panel, then those of the next row."""
+    pieces = tile.width // (PIECE * ELEMENT_BYTES)
+    return Element(lane // pieces, lane % pieces * PIECE)
+
+
+def _pair_of_fragment(lane: int) -> Element:
+    """Eight rows, of each four pairs of columns: an 8 x 8 piece of an accumulator."""
+    return Element(lane // 4, lane % 4 * 2)
+
+
 def _by_units(name: str, tile: Tile, unit: str) -> Iterator[Access]:
     """TMA writes or reads whole rows of panels; matrix units take 8 rows of 16 bytes at a time."""
     pieces = tile.width // (PIECE * ELEMENT_BYTES)
@@ -185,6 +198,50 @@ def hopper_forward(key: KernelKey, config: HopperForward) -> tuple[Access, ...]:
     if config.q_in_registers:
         found.append(Access("consume, q", "ldmatrix.x4", 16, q, _matrices_by_rows))
     return tuple(found)
+
+
+def mma_sync_forward(key: KernelKey, config: MmaSyncForward) -> tuple[Access, ...]:
+    """Accesses of the forward by mma.sync: ``mma_sync/fwd.py``."""
+    q, out = _tile(config.block_q, key.head_dim), _tile(config.block_q, key.value_dim)
+    k, v = _tile(config.block_kv, key.head_dim), _tile(config.block_kv, key.value_dim)
+    return (
+        *(
+            Access(f"load, {name}", "cp.async", 16, tile, partial(_piece_of_tile, tile))
+            for name, tile in (("q", q), ("k", k), ("v", v))
+        ),
+        Access("products, q", "ldmatrix.x4", 16, q, _matrices_by_rows),
+        Access("products, k", "ldmatrix.x4", 16, k, _matrices_transposed),
+        Access("products, v", "ldmatrix.x4.trans", 16, v, _matrices_by_rows),
+        Access("store, out", "st.shared.b32", 4, out, _pair_of_fragment),
+        Access("store again, out", "ld.shared.v4", 16, out, partial(_piece_of_tile, out)),
+    )
+
+
+def mma_sync_backward(key: KernelKey, config: MmaSyncBackward) -> tuple[Access, ...]:
+    """Accesses of the backward by mma.sync: ``mma_sync/bwd.py``."""
+    k, v = _tile(config.block_kv, key.head_dim), _tile(config.block_kv, key.value_dim)
+    q, dout = _tile(config.block_q, key.head_dim), _tile(config.block_q, key.value_dim)
+    ds = _tile(config.block_kv, config.block_q)
+    loaded = (("k", k), ("v", v), ("q", q), ("dout", dout))
+    return (
+        *(
+            Access(f"load, {name}", "cp.async", 16, tile, partial(_piece_of_tile, tile))
+            for name, tile in loaded
+        ),
+        *(
+            Access(f"S and dP, {name}", "ldmatrix.x4", 16, tile, access)
+            for (name, tile), access in zip(
+                loaded, (*[_matrices_by_rows] * 2, *[_matrices_transposed] * 2), strict=True
+            )
+        ),
+        *(
+            Access(f"dK, dV and dQ, {name}", "ldmatrix.x4.trans", 16, tile, _matrices_by_rows)
+            for name, tile in (("k", k), ("q", q), ("dout", dout))
+        ),
+        Access("dS", "st.shared.b32", 4, ds, _pair_of_fragment),
+        Access("dQ, dS", "ldmatrix.x4.trans", 16, ds, _matrices_transposed),
+        Access("lse2 and delta", "ld.shared.v2", 8, None, lambda lane: Element(lane % 4 * 2, 0)),
+    )
 
 
 def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...]:
@@ -256,6 +313,8 @@ def blackwell_backward(key: KernelKey, config: BlackwellBackward) -> tuple[Acces
 _CATALOGUE: dict[type, Callable[..., tuple[Access, ...]]] = {
     BlackwellForward: blackwell_forward,
     BlackwellBackward: blackwell_backward,
+    MmaSyncForward: mma_sync_forward,
+    MmaSyncBackward: mma_sync_backward,
     HopperForward: hopper_forward,
     HopperBackward: hopper_backward,
     HopperBiasGradient: hopper_bias_gradient,

@@ -98,6 +98,19 @@ def backward_arrays(variant: Any, call: BackwardCall, layouts: Any, ctas: int = 
     return BackwardViews(backward_work.Tma(**atoms), backward_work.Arrays(**arrays))
 
 
+def plain_arrays(variant: Any, call: BackwardCall) -> backward_work.Arrays:
+    """The arrays of a backward without TMA, all as threads see them."""
+    key = variant.key
+    return backward_work.Arrays(
+        k=dense(call.k, call.keys, key.head_dim),
+        v=dense(call.v, call.keys, key.value_dim),
+        q=dense(call.q, call.queries, key.head_dim),
+        dout=dense(call.dout, call.queries, key.value_dim),
+        dk=dense(call.dk, call.keys, key.head_dim),
+        dv=dense(call.dv, call.keys, key.value_dim),
+    )
+
+
 @cute.jit
 def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid:
     """The work order of a backward: Note [Turns] in ``backward_work.py``."""

@@ -5,7 +5,8 @@ query row, and dQ sums of zero. ``finish`` runs after it and rounds the sums to 
 
 Sums of dQ stay in the order of the accumulators that they come from, and every access is 16 bytes a
 thread, side by side. Where a variant's ``dq_order`` is "fragments" (``dq_shape``), for each query
-block and consumer: four floats of each of 128 threads, then the next four. Where it is "rows", for
+block and consumer: four floats of each of 128 threads, then the next four. Where it is "words",
+the same with one float instead of four, for additions of single floats. Where it is "rows", for
 32 rows each: four columns of every row, then the next four columns. Where it is "columns", for each
 query block and 32 columns: four rows of every column, then the next four rows.
 """
@@ -16,7 +17,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import edges, fragments, primitives, softmax, tiles
@@ -323,7 +323,7 @@ def finish(
     """Launches ``finish_kernel`` for every query block."""
     _, num_heads, batch = rows.lse.shape
     threads = variant.config.block_q
-    if const_expr(variant.dq_order == "fragments"):
+    if const_expr(variant.dq_order in ("fragments", "words")):
         threads = edges.WARPGROUP * variant.config.num_consumers
     elif const_expr(variant.dq_order == "columns"):
         threads = variant.key.head_dim // 2
@@ -338,7 +338,7 @@ def finish(
 def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scale: Float32):
     """Rounds dq of a query block."""
     at = row_block(variant, rows)
-    if const_expr(variant.dq_order == "fragments"):
+    if const_expr(variant.dq_order in ("fragments", "words")):
         round_fragments(variant, rows, scratch, at, scale)
     elif const_expr(variant.dq_order == "columns"):
         round_columns(variant, rows, scratch, at, scale)
@@ -357,16 +357,21 @@ def round_fragments(
     consumer = cute.arch.thread_idx()[0] // edges.WARPGROUP
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
     dq_rows, dq_columns = variant.dq_shape
-    mma = fragments.make_mma(variant.dtype, dq_columns, OperandMajorMode.MN, a_in_registers=False)
-    acc = mma.make_fragment_C(mma.partition_shape_C(variant.dq_shape))
+    acc = fragments.accumulator(dq_columns)
     acc.fill(0.0)
     fours = cute.size(acc) // FLOATS
     place = at.scratch_row * (head_dim // FLOATS) + consumer * fours * edges.WARPGROUP + thread
     if at.num_used > 0:
         for i in cutlass.range_constexpr(fours):
-            four = scratch.dq_sum[None, place + i * edges.WARPGROUP, at.head].load()
-            for j in cutlass.range_constexpr(FLOATS):
-                acc[FLOATS * i + j] = four[j]
+            if const_expr(variant.dq_order == "words"):
+                for j in cutlass.range_constexpr(FLOATS):
+                    word = edges.WARPGROUP * j + thread
+                    from_four = place - thread + i * edges.WARPGROUP + word // FLOATS
+                    acc[FLOATS * i + j] = scratch.dq_sum[word % FLOATS, from_four, at.head]
+            else:
+                four = scratch.dq_sum[None, place + i * edges.WARPGROUP, at.head].load()
+                for j in cutlass.range_constexpr(FLOATS):
+                    acc[FLOATS * i + j] = four[j]
     row, column = Int32(0), consumer * dq_columns
     if const_expr(variant.config.splits_dq_rows):
         row, column = consumer * dq_rows, Int32(0)

@@ -78,15 +78,32 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> ForwardView
         atoms[name], arrays[name] = primitives.tma_load(array, layout, shape, variant.plan.ctas)
     out_shape = cute.product_each(layouts.out.outer.shape)
     atoms["out"], arrays["out"] = primitives.tma_store(gOut, layouts.out, out_shape)
-    if not key.is_split:
-        lse = dense_stats(call.lse, call.queries)
-        whole = forward_work.Arrays(**arrays, out_rows=gOut, lse=lse)
-        return ForwardViews(forward_work.Tma(**atoms), whole)
+    results = _results(variant, call, gOut)
+    return ForwardViews(forward_work.Tma(**atoms), forward_work.Arrays(**arrays, **results))
+
+
+def plain_arrays(variant: Any, call: ForwardCall) -> forward_work.Arrays:
+    """The arrays of a forward without TMA, all as threads see them."""
+    key = variant.key
+    out = dense(call.out, call.queries, key.value_dim)
+    return forward_work.Arrays(
+        q=dense(call.q, call.queries, key.head_dim),
+        k=dense(call.k, call.keys, key.head_dim),
+        v=dense(call.v, call.keys, key.value_dim),
+        out=out,
+        **_results(variant, call, out),
+    )
+
+
+def _results(variant: Any, call: ForwardCall, out: cute.Tensor) -> dict[str, cute.Tensor]:
+    """What threads write: ``out`` and lse, or parts of them."""
+    if not variant.key.is_split:
+        return {"out_rows": out, "lse": dense_stats(call.lse, call.queries)}
     queries = call.queries._replace(batch=call.queries.batch * call.scalars.num_splits)
-    out_parts = dense(call.out_parts, queries, key.value_dim)
-    lse_parts = dense_stats(call.lse_parts, queries)
-    parts = forward_work.Arrays(**arrays, out_rows=out_parts, lse=lse_parts)
-    return ForwardViews(forward_work.Tma(**atoms), parts)
+    return {
+        "out_rows": dense(call.out_parts, queries, variant.key.value_dim),
+        "lse": dense_stats(call.lse_parts, queries),
+    }
 
 
 @cute.jit

@@ -52,7 +52,7 @@ class Tma(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Global arrays; all but the last two as TMA sees them.
+    """Global arrays; all but the last two as TMA sees them, where the family has TMA.
 
     Where keys are split, the last two are the parts, in float32, with as many times B batches.
     """

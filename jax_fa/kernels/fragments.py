@@ -1,9 +1,10 @@
 """Products by wgmma, and the register fragments that they leave.
 
-Fragments follow the accumulator of ``wgmma.m64nNk16``: thread ``t`` of a warpgroup holds, of the
-64 x N tile, rows ``16 * (t // 32) + (t % 32) // 4 + 8 * r`` for r in {0, 1} and columns
-``2 * (t % 4) + c + 8 * g`` for c in {0, 1}, in the order (c, r, g), c fastest. The register A
-operand of the next product wants its 16-column slabs in that very order, so P never moves.
+Fragments follow the accumulator of ``wgmma.m64nNk16``, and a warp's part that of mma.sync: thread
+``t`` of a warpgroup holds, of the 64 x N tile, rows ``16 * (t // 32) + (t % 32) // 4 + 8 * r`` for
+r in {0, 1} and columns ``2 * (t % 4) + c + 8 * g`` for c in {0, 1}, in the order (c, r, g), c
+fastest. The register A operand of the next product wants its 16-column slabs in that very order, so
+P never moves.
 """
 
 from cutlass import Float32, Int32, cute
@@ -40,6 +41,11 @@ def multiply(
         atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
+
+
+def accumulator(columns: int) -> cute.Tensor:
+    """A thread's part of ``columns`` columns in registers, ((2, 2, columns / 8), 1, 1)."""
+    return cute.make_rmem_tensor(cute.make_layout(((2, 2, columns // 8), 1, 1)), Float32)
 
 
 def by_row(acc: cute.Tensor) -> cute.Tensor:

@@ -139,8 +139,22 @@ def _gpu_kernel(problem: Problem, target: Target, operation: Operation) -> tuple
     names = {arch: _name(operation, arch, kernel.stem) for arch in archs}
     for arch, name in names.items():
         if name not in target.compiled:
-            raise _Refusal(variants.nearest(problem, arch, operation, target.compiled))
+            why = variants.nearest(problem, arch, operation, target.compiled)
+            raise _Refusal(why + _alone(launched, target, operation))
     return ", ".join(sorted({*names.values()})), kernel
+
+
+def _alone(problem: Problem, target: Target, operation: Operation) -> str:
+    """What a refusal goes on to say where one of several families lacks a kernel."""
+    archs = _archs(target)
+    able = [a.name for a in archs if variants.find(problem, a, operation, target.compiled)]
+    if target.capabilities or not able:
+        return ""
+    others = ", ".join(able)
+    return (
+        f" Lowered where no GPU is, a program is for all families of this installation; one with "
+        f"kernels of {others} alone has a kernel for it: `{installation.command(able)}`."
+    )
 
 
 def _name(operation: Operation, arch: Arch, stem: str) -> str:

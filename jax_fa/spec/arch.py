@@ -108,7 +108,7 @@ _HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 _CLOCK = "clock computed from the published peak"
 _THOR = "exponentials assumed; no paired float32, since ptxas takes pairs apart for it"
 
-ARCHS = (
+ARCHS: tuple[Arch, ...] = (
     Arch(
         name="sm90",
         capabilities=("9.0",),
@@ -163,6 +163,18 @@ ARCHS = (
         mma="tcgen05.mma",
         rates=Rates(mma_flops=8192, mma_rows=128, exponentials=16, has_pairs=False),
         products=(Product("Thor", 20, 1.575e9, 273e9, _THOR),),
+    ),
+    Arch(
+        name="sm80",
+        capabilities=("8.0", "8.6", "8.7", "8.9"),
+        target="sm_80",
+        folder="mma_sync",
+        fwd=Kernels(_HEADS),
+        # 256: K, V, Q and dO alone would fill 128 KB.
+        bwd=Kernels(_HEADS[:-1]),
+        mma="mma.sync",
+        rates=Rates(mma_flops=2048, mma_rows=32, exponentials=16, has_pairs=False),
+        products=(Product("A100", 108, 1.41e9, 2.039e12),),
     ),
 )
 """Thor: 20 SMs, and 2070 TFLOP/s of sparse 4-bit products; an eighth of that is dense 16-bit, which

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jax_fa.spec.arch import Arch, Operation, arch_of_target
+from jax_fa.spec.config_mma_sync import (
+    MmaSyncBackward,
+    MmaSyncForward,
+    mma_sync_backward,
+    mma_sync_forward,
+)
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward, hopper_backward, hopper_forward
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient, hopper_bias_gradient
 from jax_fa.spec.config_sm100 import (
@@ -14,6 +20,9 @@ from jax_fa.spec.config_sm100 import (
     blackwell_forward,
 )
 from jax_fa.spec.key import KernelKey
+
+ForwardConfig = MmaSyncForward | HopperForward | BlackwellForward
+BackwardConfig = MmaSyncBackward | HopperBackward | BlackwellBackward
 
 
 def _arch_of(key: KernelKey, operation: Operation) -> Arch:
@@ -33,7 +42,7 @@ def _arch_of(key: KernelKey, operation: Operation) -> Arch:
     return arch
 
 
-def choose_forward(key: KernelKey) -> HopperForward | BlackwellForward:
+def choose_forward(key: KernelKey) -> ForwardConfig:
     """The forward configuration for ``key``.
 
     Raises:
@@ -42,7 +51,7 @@ def choose_forward(key: KernelKey) -> HopperForward | BlackwellForward:
     return _FORWARDS[_arch_of(key, "fwd").folder](key)
 
 
-def choose_backward(key: KernelKey) -> HopperBackward | BlackwellBackward:
+def choose_backward(key: KernelKey) -> BackwardConfig:
     """The backward configuration for ``key``.
 
     Raises:
@@ -60,11 +69,13 @@ def choose_dbias(key: KernelKey) -> HopperBiasGradient:
     return _BIAS_GRADIENTS[_arch_of(key, "dbias").folder](key)
 
 
-_FORWARDS: dict[str, Callable[[KernelKey], HopperForward | BlackwellForward]] = {
+_FORWARDS: dict[str, Callable[[KernelKey], ForwardConfig]] = {
+    "mma_sync": mma_sync_forward,
     "sm90": hopper_forward,
     "sm100": blackwell_forward,
 }
-_BACKWARDS: dict[str, Callable[[KernelKey], HopperBackward | BlackwellBackward]] = {
+_BACKWARDS: dict[str, Callable[[KernelKey], BackwardConfig]] = {
+    "mma_sync": mma_sync_backward,
     "sm90": hopper_backward,
     "sm100": blackwell_backward,
 }

@@ -254,6 +254,10 @@ def nearest(
     if problem.has_bias and not arch.kernels("dbias").heads:
         return f"no kernels for {arch.name} read a bias. implementation='xla' takes one."
     owner = arch.owner(operation).name
+    if not arch.kernels(operation).heads:
+        return (
+            f"no {operation} kernels are written for {arch.name}; implementation='xla' runs there."
+        )
     here = [
         variant
         for variant in VARIANTS

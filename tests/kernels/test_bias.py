@@ -455,7 +455,7 @@ def test_kernels_without_a_fault_are_right(kernels, operation, biased):
 
 def kernel_modules():
     """Modules of the kernels, by their last names."""
-    names = ["bias", "softmax", "sm90.fragment_bias", "sm90.fragment_softmax"]
+    names = ["bias", "softmax", "sm90.fragment_bias", "fragment_softmax"]
     names += ["sm90.fragment_bias_columns", "sm90.dbias", "sm90.dbias_roles", "sm90.dbias_work"]
     found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
     return SimpleNamespace(**found)

@@ -173,7 +173,7 @@ KEYS = {
 }
 
 
-def run(built, operands, semantics, *, num_splits, seed):
+def run(built, operands, semantics, *, num_splits, seed, options=None):
     """Out and lse of a call on two multiprocessors; what kernels do not write is NaN."""
     p, memory = Problem.of(operands, semantics), Memory()
     rows = (p.batch, p.q_len, p.num_q_heads)
@@ -190,7 +190,7 @@ def run(built, operands, semantics, *, num_splits, seed):
     values |= {"bottom_right": band.alignment == "bottom_right", "num_sms": 2}
     values |= {"scale": semantics.scale, "soft_cap": 1.0, "num_splits": num_splits}
     for launch in record(built, abi.FORWARD, values):
-        emulate(built.ptx, launch, memory, seed=seed)
+        emulate(built.ptx, launch, memory, seed=seed, options=options)
     return Results(out, lse)
 
 

@@ -4,19 +4,17 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineConsumer
 
 from jax_fa.kernels import (
     backward_rows,
-    dense_mask,
     edges,
     fragments,
     loads,
     primitives,
     softmax,
-    tiles,
 )
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels.backward_work import (
@@ -30,7 +28,8 @@ from jax_fa.kernels.backward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.sm90 import bwd_instructions, fragment_bias_columns, fragment_softmax
+from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
+from jax_fa.kernels.sm90 import bwd_instructions, fragment_bias_columns
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardConsumer,
     BackwardContext,
@@ -40,8 +39,6 @@ from jax_fa.kernels.sm90.bwd_work import (
 )
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.unmasked import hides_pairs
-from jax_fa.spec import division
-from jax_fa.spec.band import row_range
 
 
 @cute.jit
@@ -285,12 +282,6 @@ def as_operand(variant: BackwardVariant, mma: cute.TiledMma, rounded: cute.Tenso
     return cute.make_tensor(rounded.iterator, operand.layout)
 
 
-def column_pair(c: BackwardConsumer, stats: cute.Tensor, group: int) -> cute.Tensor:
-    """The two floats of ``stats`` that belong to this thread's columns in a group of 8."""
-    place = c.first_query // 2 + c.thread % 4 + 4 * group
-    return cute.zipped_divide(stats, (2,))[None, place].load()
-
-
 @cute.jit
 def fetch_bias(
     variant: cutlass.Constexpr,
@@ -324,41 +315,6 @@ def load_bias(
     first_key = work.tile.block * config.block_kv + c.first_key
     first_key = first_key + fragments.row_in_tile(c.thread)
     fragment_bias_columns.load_columns(c.bias, bias, head, first_row, first_key)
-
-
-@cute.jit
-def exponentiate(
-    variant: cutlass.Constexpr,
-    c: BackwardConsumer,
-    lse2: cute.Tensor,
-    score_log2: Float32,
-    p: cute.Tensor,
-    slope: cute.Tensor,
-):
-    """Computes P from the scores, and dP/dS of the softmax's inner score: P times the cap's slope.
-
-    Without a cap, ``p`` and ``slope`` are one tensor. Both are rounded pair by pair: floats of a
-    whole block beside dP are more than there are registers.
-    """
-    by_key = fragments.by_row(c.s)
-    p_words, slope_words = (cute.recast_tensor(tensor, Int32) for tensor in (p, slope))
-    for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
-        pair = column_pair(c, lse2, group)
-        for r in cutlass.range_constexpr(fragments.ROWS):
-            scores = [by_key[r, 2 * group + i] for i in range(2)]
-            powers = [
-                cute.math.exp2(scores[i] * score_log2 - pair[i], fastmath=True) for i in range(2)
-            ]
-            if const_expr(variant.key.has_bias):
-                powers = [biases.probability(power) for power in powers]
-            word = fragments.ROWS * group + r
-            p_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
-            if const_expr(variant.key.has_soft_cap):
-                # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
-                slopes = [cute.arch.fmax(1.0 - s * s, 0.0) for s in scores]
-                slope_words[word] = primitives.narrow_pair(
-                    powers[0] * slopes[0], powers[1] * slopes[1], variant.dtype
-                )
 
 
 @cute.jit
@@ -398,105 +354,6 @@ def times_slope(variant: cutlass.Constexpr, c: BackwardConsumer, p: cute.Tensor)
             words[word] = primitives.narrow_pair(
                 powers[0] * slopes[0], powers[1] * slopes[1], variant.dtype
             )
-
-
-@cute.jit
-def differentiate(c: BackwardConsumer, delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
-    """Computes dS = slope (dP - delta), in place of dP.
-
-    Without a cap the slope is P as dV uses it, rounded: the float32 one would occupy registers
-    that the next S needs.
-    """
-    by_key = fragments.by_row(dp)
-    words = cute.recast_tensor(slope, Int32)
-    for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
-        pair = column_pair(c, delta, group)
-        for r in cutlass.range_constexpr(fragments.ROWS):
-            factors = primitives.widen(words[fragments.ROWS * group + r], slope.element_type)
-            for i in cutlass.range_constexpr(2):
-                at = (r, 2 * group + i)
-                by_key[at] = factors[i] * (by_key[at] - pair[i])
-
-
-@cute.jit
-def mask_block(
-    variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, work: Work, at: Step
-):
-    """Sets the scores of pairs that the band or the segments do not show to -inf."""
-    config, window = variant.config, work.window
-    first_key = work.tile.block * config.block_kv + c.first_key
-    first_column = at.q_block * config.block_q + c.first_query
-    first_column = first_column + fragments.first_column(c.thread)
-    visible = []
-    for r in cutlass.range_constexpr(fragments.ROWS):
-        key = first_key + fragments.row_in_tile(c.thread) + 8 * r
-        rows = row_range(window, key, tiles.EXTREMES)
-        end = rows.hi if key < window.kv_len else 0
-        visible.append(softmax.Visible(rows.lo - first_column, end - first_column))
-    fragment_softmax.mask(c.s, visible, two_sided=True)
-    if const_expr(variant.is_general):
-        if tiles.is_present(x.scalars.q_segments):
-            mask_segments(x, c, work, first_key, first_column)
-        if dense_mask.is_present(x.scalars.mask):
-            if dense_mask.hides(x.smem.found, at.q_block):
-                first = at.q_block * config.block_q + c.first_query
-                mask_by_columns(x, c, work, at.head, first_key, first)
-
-
-@cute.jit
-def mask_segments(
-    x: BackwardContext, c: BackwardConsumer, work: Work, first_key: Int32, first_column: Int32
-):
-    """Sets the scores of pairs of different segments to -inf.
-
-    Args:
-        x: the context.
-        c: the consumer.
-        work: its tile.
-        first_key: key of the consumer's first row of scores.
-        first_column: query of this thread's first column.
-    """
-    sequences, last_key = x.scalars.sequences, work.window.kv_len - 1
-    key_ids = x.scalars.kv_segments + (work.tile.batch * sequences.rows.own + work.kv_start)
-    own = first_key + fragments.row_in_tile(c.thread)
-    row_ids = [
-        tiles.element(key_ids, cutlass.min(own + 8 * r, last_key)) for r in range(fragments.ROWS)
-    ]
-    row = work.tile.batch * sequences.rows.swept + work.q_start + first_column
-    last = work.window.q_len - 1 - first_column
-    fragment_softmax.mask_segments(c.s, row_ids, x.scalars.q_segments + row, last)
-
-
-@cute.jit
-def mask_by_columns(
-    x: BackwardContext,
-    c: BackwardConsumer,
-    work: Work,
-    head: Int32,
-    first_key: Int32,
-    first_query: Int32,
-):
-    """Sets the scores of pairs that a dense mask hides to -inf. Whole warps call.
-
-    ``first_key`` is that of the consumer's first row, ``first_query`` that of its first column.
-    """
-    mask, scores = x.scalars.mask, fragments.by_row(c.s)
-    key = first_key + fragments.row_in_tile(c.thread)
-    # The rows of a warp are of one word: its lanes share the reading, a query each.
-    columns = fragments.column_of(cute.size(scores, mode=[1]) - 1) + 1
-    queries = [
-        cutlass.min(first_query + first + cute.arch.lane_idx(), work.window.q_len - 1)
-        for first in range(0, columns, division.WORD_KEYS)
-    ]
-    rows = [dense_mask.row_of(mask, work.tile.batch, head, query) for query in queries]
-    words = [dense_mask.word_of(mask, row, key // division.WORD_KEYS) for row in rows]
-    shift, own = key % division.WORD_KEYS, fragments.first_column(c.thread)
-    for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        number, lane = divmod(fragments.column_of(i), division.WORD_KEYS)
-        word = cute.arch.shuffle_sync(words[number], own + lane) >> shift
-        for r in cutlass.range_constexpr(fragments.ROWS):
-            is_visible = (word & (1 << 8 * r)) != 0
-            scores[r, i] = scores[r, i] if is_visible else -Float32.inf
 
 
 @cute.jit
@@ -605,27 +462,3 @@ def make_consumer(
         index=index,
         thread=thread,
     )
-
-
-@cute.jit
-def store(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, work: Work):
-    """Writes this consumer's dK and dV of 64 keys, or of one part of a group's heads."""
-    key = work.tile.block * variant.config.block_kv + c.first_key
-    place = (None, None, work.tile.kv_head, work.tile.batch)
-    num_rows = work.kv_slot - key
-    column = Int32(0) if const_expr(variant.config.splits_keys) else c.index
-    dk_at = (work.kv_start + key, column * variant.dk_columns)
-    dv_at = (work.kv_start + key, column * variant.dv_columns)
-    if x.scalars.splits == 1:
-        dk = cute.domain_offset(dk_at, x.arrays.dk[place])
-        backward_rows.store_rows(c.dk, x.scalars.scale, dk, c.thread, num_rows)
-        dv = cute.domain_offset(dv_at, x.arrays.dv[place])
-        backward_rows.store_rows(c.dv, Float32(1.0), dv, c.thread, num_rows)
-    else:
-        part = work.tile.head % x.scalars.splits
-        sums = x.scratch.dkv_sums + part.to(Int64) * backward_rows.dkv_elements(x.arrays)
-        dk = cute.domain_offset(dk_at, backward_rows.like(x.arrays.dk, sums)[place])
-        backward_rows.store_floats(c.dk, x.scalars.scale, dk, c.thread, num_rows)
-        dv = backward_rows.like(x.arrays.dv, sums + cute.size(x.arrays.dk.shape))
-        dv = cute.domain_offset(dv_at, dv[place])
-        backward_rows.store_floats(c.dv, Float32(1.0), dv, c.thread, num_rows)

@@ -8,10 +8,20 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fa.kernels import bias as biases
-from jax_fa.kernels import dense_mask, edges, fragments, loads, primitives, softmax, tiles
+from jax_fa.kernels import (
+    dense_mask,
+    edges,
+    fragment_softmax,
+    fragments,
+    loads,
+    primitives,
+    softmax,
+    tiles,
+)
 from jax_fa.kernels.backward_rows import vector_at
 from jax_fa.kernels.forward_work import Work
-from jax_fa.kernels.sm90 import fragment_bias, fragment_softmax
+from jax_fa.kernels.fragment_rows import mask_by_place, mask_by_words, rows_of_thread
+from jax_fa.kernels.sm90 import fragment_bias
 from jax_fa.kernels.sm90.dbias_work import (
     BiasTile,
     DbiasConsumer,
@@ -22,7 +32,6 @@ from jax_fa.kernels.sm90.dbias_work import (
     make_consumer,
     step_at,
 )
-from jax_fa.kernels.sm90.fwd_roles import mask_by_place, mask_by_words, rows_of_thread
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 
 

@@ -7,9 +7,8 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import edges, fragments, primitives, tiles
+from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant
-from jax_fa.kernels.sm90 import fragment_softmax
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 
 

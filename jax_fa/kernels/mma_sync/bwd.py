@@ -1,0 +1,408 @@
+"""Backward by mma.sync: dq, dk and dv from one more pass over all visible pairs.
+
+    prepare    delta, log2-sum-exp2 by query row; dQ sums = 0                (backward_rows.py)
+    main       wait q(n), do(n); barrier; S P dP dS dV; barrier; load do(n-1); dK; barrier;
+               load q(n-1); dQ, dQ sums += | wait q(n-1), do(n-1) ...        one stage
+    finish     dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv              (backward_rows.py)
+
+With two stages, the loads of the next step come right after the first barrier, and the third is not
+needed. The method is FlashAttention's (Dao, arXiv:2307.08691). Memory: ``plan_bwd.py``;
+conventions: ``jax_fa/spec/problem.py``.
+"""
+
+from collections.abc import Callable
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from jax_fa.kernels import dense_mask, edges, fragments, primitives, segments, softmax, tiles
+from jax_fa.kernels.backward_host import (
+    BackwardCall,
+    backward_entry,
+    backward_order,
+    plain_arrays,
+)
+from jax_fa.kernels.backward_rows import Scratch
+from jax_fa.kernels.backward_work import (
+    Arrays,
+    Scalars,
+    Step,
+    Work,
+    await_turn,
+    first_step,
+    narrow_rows,
+    next_step,
+    pass_turn,
+    tile_at,
+    work_on,
+)
+from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
+from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync.bwd_work import (
+    BackwardContext,
+    BackwardSmem,
+    BackwardVariant,
+    Keys,
+    anew,
+    load_keys,
+    load_queries,
+    loaded_anew,
+    make_keys,
+    put_down,
+    taken_up,
+    tiles_of,
+)
+from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES
+from jax_fa.kernels.mma_sync.plan_bwd import backward_plan
+from jax_fa.kernels.unmasked import hides_pairs
+from jax_fa.spec import division
+from jax_fa.spec.config_mma_sync import WARP_ROWS, MmaSyncBackward
+from jax_fa.spec.key import KernelKey
+
+RESIDENT_WARPS = 8
+"""Warps that an SM holds with all registers that a thread can have."""
+
+
+@cute.kernel
+def kernel(
+    variant: cutlass.Constexpr,
+    arrays: Arrays,
+    scratch: Scratch,
+    scalars: Scalars,
+    order: tiles.Order,
+):
+    """Device entry: shared memory, and the tiles of the CTA."""
+    layout, config, dtype = tiles_of(variant), variant.config, variant.dtype
+    stages, align = config.stages, ALIGNMENT_BYTES
+
+    @cute.struct
+    class Storage:
+        k: cute.struct.Align[cute.struct.MemRange[dtype, layout.k.elements], align]
+        v: cute.struct.Align[cute.struct.MemRange[dtype, layout.v.elements], align]
+        q: cute.struct.Align[cute.struct.MemRange[dtype, stages * layout.q.elements], align]
+        dout: cute.struct.Align[cute.struct.MemRange[dtype, stages * layout.dout.elements], align]
+        ds: cute.struct.Align[cute.struct.MemRange[dtype, layout.ds.elements], align]
+        lse2: cute.struct.Align[cute.struct.MemRange[Float32, config.block_q * stages], 128]
+        delta: cute.struct.Align[cute.struct.MemRange[Float32, config.block_q * stages], 128]
+        found: cute.struct.MemRange[Int32, division.FOUND_WORDS + config.work_words]
+
+    storage = SmemAllocator().allocate(Storage)
+    statistics = cute.make_layout((config.block_q, stages))
+    smem = BackwardSmem(
+        k=storage.k.data_ptr().toint(),
+        v=storage.v.data_ptr().toint(),
+        q=storage.q.data_ptr().toint(),
+        dout=storage.dout.data_ptr().toint(),
+        ds=storage.ds.data_ptr().toint(),
+        lse2=storage.lse2.get_tensor(statistics),
+        delta=storage.delta.get_tensor(statistics),
+        found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
+        work=storage.found.data_ptr() + division.FOUND_WORDS,
+    )
+    x = BackwardContext(arrays, scratch, scalars, order, smem)
+    if const_expr(variant.is_general):
+        if dense_mask.narrows(scalars):
+            if cute.arch.thread_idx()[0] == 0:
+                segments.reset(smem.found)
+            cute.arch.sync_threads()
+            narrow_rows(variant, x)
+            cute.arch.sync_threads()
+    attend(variant, x)
+
+
+def make_entry(key: KernelKey, config: MmaSyncBackward) -> Callable:
+    """The flat host entry of one variant."""
+    return backward_entry(BackwardVariant(key, config, backward_plan(key, config)), launch)
+
+
+@cute.jit
+def launch(variant: cutlass.Constexpr, call: BackwardCall):
+    """Launches the main kernel."""
+    resident = RESIDENT_WARPS // variant.config.warps
+    order, num_ctas = backward_order(variant, call._replace(num_sms=call.num_sms * resident))
+    kernel(variant, plain_arrays(variant, call), call.scratch, call.scalars, order).launch(
+        grid=(num_ctas, 1, 1),
+        block=(variant.plan.threads, 1, 1),
+        stream=call.stream,
+        min_blocks_per_mp=1,
+    )
+
+
+@cute.jit
+def attend(variant: cutlass.Constexpr, x: BackwardContext):
+    """Computes the tiles of the CTA."""
+    c, layout = make_keys(variant), tiles_of(variant)
+    tile = tile_at(variant, x, Int32(0))
+    while tile.is_valid:
+        work = work_on(variant, loaded_anew(x), tile)
+        put_down(variant, x, work)
+        c.dk.fill(0.0)
+        c.dv.fill(0.0)
+        if work.num_steps > 0:
+            # HAZARD: warps may still read keys, dS and queries of the tile before.
+            cute.arch.sync_threads()
+            load_keys(variant, layout.k, x.smem.k, x.arrays.k, work)
+            load_keys(variant, layout.v, x.smem.v, x.arrays.v, work)
+            at, remaining = first_step(work, Int32(0)), work.num_steps
+            load_queries(variant, x, "q", work, at, Int32(0))
+            load_queries(variant, x, "dout", work, at, Int32(0))
+            cute.arch.cp_async_commit_group()
+            if x.scalars.deterministic != 0:
+                while remaining > 0:
+                    remaining = remaining - 1
+                    at = step(variant, True, x, c, work, at, remaining > 0)
+            else:
+                while remaining > 0:
+                    remaining = remaining - 1
+                    at = step(variant, False, x, c, work, at, remaining > 0)
+        store(variant, x, anew(c), taken_up(variant, x, work))
+        tile = tile_at(variant, loaded_anew(x), tile.slot + 1)
+
+
+@cute.jit
+def step(
+    variant: cutlass.Constexpr,
+    deterministic: cutlass.Constexpr[bool],
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+    has_next: cutlass.Boolean,
+) -> Step:
+    """Adds a query block's part of dK and dV to the accumulators, and that of dQ to global memory.
+
+    Returns the next step, whose loads it has started if ``has_next``.
+    """
+    config = variant.config
+    stage, next_stage = Int32(0), Int32(0)
+    cute.arch.cp_async_wait_group(0)
+    # HAZARD: all threads' copies of this block are there; all warps are done with the block and
+    # with dS of the step before.
+    cute.arch.sync_threads()
+    work = taken_up(variant, x, work)
+    following = next_step(variant, x, work, at)
+    if const_expr(config.stages > 1):
+        stage, next_stage = at.parity, following.parity
+        if has_next:
+            load_queries(variant, x, "q", work, following, next_stage)
+            load_queries(variant, x, "dout", work, following, next_stage)
+        cute.arch.cp_async_commit_group()
+    roundeds = []
+    for part in cutlass.range_constexpr(config.parts):
+        own = anew(c)._replace(first_query=part * (config.block_q // config.parts))
+        roundeds.append(differentiate_part(variant, x, own, work, at, stage))
+    # HAZARD: dS of all warps is in shared memory, and no warp reads dO any more.
+    cute.arch.sync_threads()
+    work = taken_up(variant, x, work)
+    if const_expr(config.stages == 1):
+        if has_next:
+            load_queries(variant, x, "dout", work, following, next_stage)
+    tile = tiles_of(variant).q
+    for part in cutlass.range_constexpr(config.parts):
+        first = part * (config.block_q // config.parts)
+        rows = x.smem.q + stage * tile.size_bytes + first * tile.width
+        if const_expr(config.parts > 1):
+            # Of all parts but one, dS would wait in registers while the last is computed.
+            operands = fetch_ds(variant, x, first)
+        else:
+            operands = operands_of(roundeds[part])
+        multiply_rows(variant, c.dk, operands, tile, rows)
+    if const_expr(config.stages == 1):
+        # HAZARD: no warp reads Q any more.
+        cute.arch.sync_threads()
+        work = taken_up(variant, x, work)
+        if has_next:
+            load_queries(variant, x, "q", work, following, next_stage)
+        cute.arch.cp_async_commit_group()
+    reduce_dq(variant, deterministic, x, c, work, at)
+    return following
+
+
+@cute.jit
+def differentiate_part(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+    stage: Int32,
+) -> cute.Tensor:
+    """Computes P and dS of a part of a block of queries, and adds that of dV; returns dS, rounded.
+
+    dS goes to shared memory as well.
+    """
+    layout, has_soft_cap = tiles_of(variant), variant.key.has_soft_cap
+    q = x.smem.q + stage * layout.q.size_bytes + c.first_query * layout.q.width
+    dout = x.smem.dout + stage * layout.dout.size_bytes + c.first_query * layout.dout.width
+    multiply_columns(variant, c, c.s, layout.k, x.smem.k, layout.q, q)
+    if const_expr(has_soft_cap):
+        softmax.cap(c.s, x.scalars.cap_inner_log2)
+    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
+    for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
+        mask_block(variant, x, anew(c), products.hidden_from(work), at)
+    p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
+    slope = cute.make_rmem_tensor_like(p) if const_expr(has_soft_cap) else p
+    exponentiate(variant, c, x.smem.lse2[None, stage], x.scalars.score_log2, p, slope)
+    multiply_rows(variant, c.dv, operands_of(p), layout.dout, dout)
+    dp = c.s
+    multiply_columns(variant, c, dp, layout.v, x.smem.v, layout.dout, dout)
+    differentiate(c, x.smem.delta[None, stage], slope, dp)
+    primitives.narrow(dp, ds)
+    thread = products.thread_index()
+    lane = thread % edges.WARP
+    words = fragments.pairs_by_row(ds)
+    tile, first_piece = layout.ds, c.first_query // products.COLUMNS
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        row = own_row(thread) + lane // 4 + 8 * r
+        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            place = x.smem.ds + tile.place(row, first_piece + i) + lane % 4 * 4
+            products.store_word(place, words[r, i])
+    return ds
+
+
+def own_row(thread: Int32) -> Int32:
+    """The first of the keys in the tile that a thread's warp owns."""
+    return thread // edges.WARP * WARP_ROWS
+
+
+@cute.jit
+def multiply_columns(
+    variant: cutlass.Constexpr,
+    c: Keys,
+    acc: cute.Tensor,
+    keys: cutlass.Constexpr,
+    own: Int32,
+    queries: cutlass.Constexpr,
+    rows: Int32,
+):
+    """``acc`` = the warp's keys times queries transposed.
+
+    Args:
+        variant: the variant.
+        c: the keys.
+        acc: 16 keys by queries.
+        keys: tile of k or v.
+        own: its address.
+        queries: tile of q or dout.
+        rows: address of its first row.
+    """
+    thread = products.thread_index()
+    lane = thread % edges.WARP
+    own = own + own_row(thread) * keys.width + products.by_rows(keys, lane)
+    rows = rows + products.by_columns(queries, lane)
+    acc.fill(0.0)
+    num_queries = cute.size(acc) // 4 * products.COLUMNS
+    for k in cutlass.range_constexpr(0, keys.columns, products.DEPTH):
+        a = products.fetch(keys.beside(own, k))
+        beside = queries.beside(rows, k)
+        for n in cutlass.range_constexpr(0, num_queries, 2 * products.COLUMNS):
+            b = products.fetch(beside + n * queries.width)
+            products.multiply(acc, n // products.COLUMNS, a, b, variant.dtype)
+
+
+def operands_of(rounded: cute.Tensor) -> list[products.Four]:
+    """The fragment ``rounded``, keys by queries, as A operands."""
+    words = cute.recast_tensor(rounded, Int32)
+    steps = range(0, cute.size(words), 4)
+    return [products.Four(*(words[k + i] for i in range(4))) for k in steps]
+
+
+def fetch_ds(variant: BackwardVariant, x: BackwardContext, first_query: int) -> list[products.Four]:
+    """DS of the warp's keys as A operands, of a part of a block of queries."""
+    tile, thread = tiles_of(variant).ds, products.thread_index()
+    place = x.smem.ds + own_row(thread) * tile.width + products.by_rows(tile, thread % edges.WARP)
+    queries = variant.config.block_q // variant.config.parts
+    steps = range(first_query, first_query + queries, products.DEPTH)
+    return [products.fetch(tile.beside(place, k)) for k in steps]
+
+
+@cute.jit
+def multiply_rows(
+    variant: cutlass.Constexpr,
+    acc: cute.Tensor,
+    operands: list[products.Four],
+    tile: cutlass.Constexpr,
+    rows: Int32,
+):
+    """Adds to ``acc`` what is 16 keys by queries in ``operands`` times these rows of ``tile``."""
+    rows = rows + products.by_rows(tile, products.thread_index() % edges.WARP)
+    for k in cutlass.range_constexpr(len(operands)):
+        a = operands[k]
+        for n in cutlass.range_constexpr(0, tile.columns, 2 * products.COLUMNS):
+            place = tile.beside(rows, n) + k * (products.DEPTH * tile.width)
+            b = products.fetch(place, is_transposed=True)
+            products.multiply(acc, n // products.COLUMNS, a, b, variant.dtype)
+
+
+@cute.jit
+def reduce_dq(
+    variant: cutlass.Constexpr,
+    deterministic: cutlass.Constexpr[bool],
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+):
+    """Computes dQ of 16 queries, all columns or the warp's share, and adds it to the sums."""
+    columns, block_q = variant.dq_shape.columns, variant.config.block_q
+    four = (work.scratch_row + at.q_block * block_q) * (variant.key.head_dim // 4)
+    sums = x.scratch.dq_sum[None, four, at.head].iterator.toint()
+    own = c.index * (columns // 2 * edges.WARPGROUP) + anew(c).thread
+    sums = sums + own * 4
+    if const_expr(deterministic):
+        if cute.arch.thread_idx()[0] < edges.WARP:
+            await_turn(variant, x, work, at, 1)
+        cute.arch.sync_threads()
+    # Not all at once: beside dK and dV there is no room.
+    if const_expr(variant.key.head_dim <= 128):
+        width = next(w for w in (64, 48, 32) if columns % w == 0)
+        for first in cutlass.range_constexpr(0, columns, width):
+            add_dq(variant, x, sums, c.index * columns, first, width)
+    else:
+        # A loop: of what is unrolled, the compiler reads operands so far ahead that they spill.
+        for first in cutlass.range(0, columns, 32, unroll=1):
+            add_dq(variant, x, sums, c.index * columns, first, 32)
+    if const_expr(deterministic):
+        # HAZARD: every addition of the CTA must be visible before the next key block's turn. They
+        # were made before the barrier, hence before the release.
+        cute.arch.sync_threads()
+        if cute.arch.thread_idx()[0] < edges.WARP:
+            pass_turn(variant, x, work, at)
+
+
+@cute.jit
+def add_dq(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    sums: Int64,
+    start: Int32,
+    first: Int32,
+    width: cutlass.Constexpr[int],
+):
+    """Adds ``width`` columns of dQ, from ``start + first`` on; ``sums`` begin at ``start``."""
+    dq = multiply_dq(variant, x, start + first, width)
+    for i in cutlass.range_constexpr(cute.size(dq)):
+        products.add_to_global(sums + (first // 2 + i) * (edges.WARPGROUP * 4), dq[i])
+
+
+def multiply_dq(
+    variant: BackwardVariant, x: BackwardContext, first: Int32, columns: int
+) -> cute.Tensor:
+    """DQ of the warp's 16 queries, ``columns`` columns from ``first`` on."""
+    layout, thread = tiles_of(variant), products.thread_index()
+    lane = thread % edges.WARP
+    dq = fragments.accumulator(columns)
+    dq.fill(0.0)
+    ds = x.smem.ds + products.by_columns(layout.ds, lane)
+    ds = layout.ds.beside(ds, own_row(thread) % variant.config.block_q)
+    keys = x.smem.k + products.by_rows(layout.k, lane)
+    steps = range(0, columns, 2 * products.COLUMNS)
+    beside = [layout.k.beside(keys, first + n) for n in steps]
+    for k in range(0, variant.config.block_kv, products.DEPTH):
+        a = products.fetch(ds + k * layout.ds.width, is_transposed=True)
+        for n, place in enumerate(beside):
+            b = products.fetch(place + k * layout.k.width, is_transposed=True)
+            products.multiply(dq, 2 * n, a, b, variant.dtype)
+    return dq

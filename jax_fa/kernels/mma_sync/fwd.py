@@ -1,0 +1,417 @@
+"""Forward by mma.sync: out = softmax(mask(scale q k^T)) v, and its log-sum-exp, in one pass.
+
+    two stages   | wait k(n), v(n); barrier; load k(n-1), v(n-1); S softmax PV | wait k(n-1) ...
+    one stage    | wait k(n); barrier; load v(n); S; wait v(n); barrier; load k(n-1); softmax PV |
+
+Blocks of keys come newest first. All warps do the same, each for query rows of its own: a block is
+loaded by all and read by all, and loads run while products do. Products, exponentials and loads of
+one warp overlap with those of others; nothing else is needed, since mma.sync leaves the warp
+scheduler free (FlashAttention-2, Dao, arXiv:2307.08691). O is scaled late, when a row's maximum has
+grown by ``SLACK_LOG2`` (FlashAttention-4, arXiv:2603.05451). Memory: ``plan.py``.
+Conventions: ``jax_fa/spec/problem.py``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from jax_fa.kernels import (
+    dense_mask,
+    edges,
+    fragment_softmax,
+    fragments,
+    primitives,
+    segments,
+    softmax,
+    tiles,
+)
+from jax_fa.kernels.forward_host import (
+    ForwardCall,
+    forward_entry,
+    forward_order,
+    forward_packing,
+    plain_arrays,
+)
+from jax_fa.kernels.forward_work import (
+    Arrays,
+    Scalars,
+    Variant,
+    Work,
+    batch_of_part,
+    below,
+    narrow_keys,
+    tile_at,
+    work_on,
+)
+from jax_fa.kernels.fragment_rows import finish_rows, mask_block, rows_of_thread, store_part
+from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync.fwd_work import (
+    ForwardContext,
+    ForwardSmem,
+    RowTile,
+    first_row,
+    load_q,
+    load_rows,
+    make_row_tiles,
+    row_step,
+    tiles_of,
+)
+from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE_BYTES
+from jax_fa.kernels.mma_sync.plan import forward_plan
+from jax_fa.kernels.unmasked import hides_pairs
+from jax_fa.spec import division
+from jax_fa.spec.config_mma_sync import MmaSyncForward
+from jax_fa.spec.key import KernelKey
+
+SLACK_LOG2 = 8.0
+"""Powers of two by which scores may exceed the maximum that probabilities are relative to."""
+
+
+@cute.kernel
+def kernel(
+    variant: cutlass.Constexpr, arrays: Arrays, scalars: Scalars, order: tiles.Order, packing: Any
+) -> None:
+    """Device entry: shared memory, and the tile of the CTA."""
+    layout, stages, dtype = tiles_of(variant), variant.config.stages, variant.dtype
+
+    @cute.struct
+    class Storage:
+        q: cute.struct.Align[cute.struct.MemRange[dtype, layout.q.elements], ALIGNMENT_BYTES]
+        k: cute.struct.Align[
+            cute.struct.MemRange[dtype, stages * layout.k.elements], ALIGNMENT_BYTES
+        ]
+        v: cute.struct.Align[
+            cute.struct.MemRange[dtype, stages * layout.v.elements], ALIGNMENT_BYTES
+        ]
+        found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
+
+    storage = SmemAllocator().allocate(Storage)
+    smem = ForwardSmem(
+        q=storage.q.data_ptr().toint(),
+        k=storage.k.data_ptr().toint(),
+        v=storage.v.data_ptr().toint(),
+        found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
+    )
+    x = ForwardContext(arrays, scalars, order, smem, packing)
+    if const_expr(variant.is_general):
+        if dense_mask.narrows(scalars):
+            if cute.arch.thread_idx()[0] == 0:
+                segments.reset(smem.found)
+            cute.arch.sync_threads()
+            narrow_keys(variant, x)
+            cute.arch.sync_threads()
+    attend(variant, x)
+
+
+def make_entry(key: KernelKey, config: MmaSyncForward) -> Callable:
+    """The flat host entry of one variant."""
+    return forward_entry(Variant(key, config, forward_plan(key, config)), launch)
+
+
+@cute.jit
+def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
+    """Launches the kernel."""
+    packing = None
+    if const_expr(variant.config.packs_heads):
+        packing = forward_packing(variant, call)
+    order, num_ctas = forward_order(variant, call, packing)
+    kernel(variant, plain_arrays(variant, call), call.scalars, order, packing).launch(
+        grid=(num_ctas, 1, 1),
+        block=(variant.plan.threads, 1, 1),
+        stream=call.stream,
+        min_blocks_per_mp=1,
+    )
+
+
+class Place(NamedTuple):
+    """Where the steps over the blocks of a tile are.
+
+    Attributes:
+        block: the next block.
+        remaining: blocks to do, this one included. It also tells which stage holds the block.
+    """
+
+    block: Int32
+    remaining: Int32
+
+
+def stage_of(variant: Variant, at: Place) -> Int32:
+    """Which stage holds the block of ``at``."""
+    return at.remaining & (variant.config.stages - 1)  # stages are one or two
+
+
+@cute.jit
+def load_k(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place) -> None:
+    """Starts the load of a block of keys."""
+    tile = tiles_of(variant).k
+    load_rows(
+        variant,
+        tile,
+        x.smem.k + stage_of(variant, at) * tile.size_bytes,
+        x.arrays.k,
+        work,
+        at.block,
+    )
+
+
+@cute.jit
+def load_v(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place) -> None:
+    """Starts the load of a block of values."""
+    tile = tiles_of(variant).v
+    load_rows(
+        variant,
+        tile,
+        x.smem.v + stage_of(variant, at) * tile.size_bytes,
+        x.arrays.v,
+        work,
+        at.block,
+    )
+
+
+@cute.jit
+def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
+    """Computes the tile of the CTA."""
+    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
+    if work.tile.is_valid:
+        rows = make_row_tiles(variant)
+        at = Place(work.blocks.end - 1, work.num_blocks)
+        load_q(variant, x, work)
+        load_k(variant, x, work, at)
+        if const_expr(variant.config.stages > 1):
+            load_v(variant, x, work, at)
+        cute.arch.cp_async_commit_group()
+        for i in cutlass.range_constexpr(len(rows)):
+            fragment_softmax.reset(rows[i].state)
+            rows[i].out.fill(0.0)
+        queries = None
+        if const_expr(variant.config.q_in_registers):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            queries = fetch_q(variant, x)
+        if const_expr(variant.is_general):
+            while at.remaining > 0:
+                at = step(variant, "maybe", x, rows, queries, work, at)
+        else:
+            unmasked = cutlass.max(work.blocks.full_end, work.blocks.start) - work.blocks.start
+            while at.remaining > unmasked:
+                at = step(variant, "always", x, rows, queries, work, at)
+            while at.remaining > 0:
+                at = step(variant, "never", x, rows, queries, work, at)
+        band = primitives.opaque(x.order.heads_per_band)
+        x = x._replace(order=x.order._replace(heads_per_band=band))
+        work = work_on(variant, x, tile_at(variant, x, Int32(0)))
+        for i in cutlass.range_constexpr(len(rows)):
+            first = first_row(products.thread_index()) + i * row_step(variant)
+            store(variant, x, anew(rows[i]), first, work)
+
+
+def fetch_q(variant: Variant, x: ForwardContext) -> list[list[products.Four]]:
+    """The queries of a warp as A operands, by depth and tile."""
+    columns = range(0, variant.key.head_dim, products.DEPTH)
+    place = place_of_queries(variant, x, products.thread_index())
+    return [fetch_q_at(variant, place, column) for column in columns]
+
+
+def place_of_queries(variant: Variant, x: ForwardContext, thread: Int32) -> Int32:
+    """What a thread addresses to fetch the first queries of its warp."""
+    tile = tiles_of(variant).q
+    own = products.by_rows(tile, thread % edges.WARP)
+    return x.smem.q + first_row(thread) * tile.width + own
+
+
+def fetch_q_at(variant: Variant, place: Int32, column: int) -> list[products.Four]:
+    """16 columns of a warp's queries, from ``column`` on, as A operands, by tile."""
+    tile = tiles_of(variant).q
+    place = tile.beside(place, column)
+    step = row_step(variant) * tile.width
+    return [products.fetch(place + i * step) for i in range(variant.config.row_tiles)]
+
+
+@cute.jit
+def step(
+    variant: cutlass.Constexpr,
+    masked: cutlass.Constexpr,
+    x: ForwardContext,
+    rows: list[RowTile],
+    queries: Any,
+    work: Work,
+    at: Place,
+) -> Place:
+    """Computes S, softmax and PV of a block, and loads the next one; returns the place of that.
+
+    ``masked`` says whether the block hides keys: "always", "never", or "maybe" if it has to be
+    asked. ``queries`` are those of ``fetch_q``, or None.
+    """
+    stages = variant.config.stages
+    following = Place(below(variant, x, at.block), at.remaining - 1)
+    cute.arch.cp_async_wait_group(0)
+    # HAZARD: all threads' copies of this block are there, and all warps are done with the block
+    # before, in whose place the next copies go.
+    cute.arch.sync_threads()
+    if const_expr(stages > 1):
+        if following.remaining > 0:
+            load_k(variant, x, work, following)
+            load_v(variant, x, work, following)
+    else:
+        load_v(variant, x, work, at)
+    cute.arch.cp_async_commit_group()
+    multiply_qk(variant, x, rows, queries, stage_of(variant, at))
+    if const_expr(stages == 1):
+        cute.arch.cp_async_wait_group(0)
+        # HAZARD: the values are there, and no warp reads these keys any more.
+        cute.arch.sync_threads()
+        if following.remaining > 0:
+            load_k(variant, x, work, following)
+        cute.arch.cp_async_commit_group()
+    hides = Boolean(False)
+    if const_expr(masked == "maybe"):
+        hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.block)
+    to_probabilities(variant, masked, x, rows, work, at.block, hides)
+    multiply_pv(variant, x, rows, stage_of(variant, at))
+    return following
+
+
+@cute.jit
+def multiply_qk(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    rows: list[RowTile],
+    queries: Any,
+    stage: Int32,
+) -> None:
+    """Computes the scores of all rows of a warp."""
+    config, tile = variant.config, tiles_of(variant).k
+    thread = products.thread_index()
+    keys = x.smem.k + stage * tile.size_bytes + products.by_columns(tile, thread % edges.WARP)
+    place = place_of_queries(variant, x, thread)
+    for i in cutlass.range_constexpr(len(rows)):
+        rows[i].scores.fill(0.0)
+    for k in cutlass.range_constexpr(0, variant.key.head_dim, products.DEPTH):
+        if const_expr(queries is None):
+            a = fetch_q_at(variant, place, k)
+        else:
+            a = queries[k // products.DEPTH]
+        beside = tile.beside(keys, k)
+        for n in cutlass.range_constexpr(0, config.block_kv, 2 * products.COLUMNS):
+            b = products.fetch(beside + n * tile.width)
+            for i in cutlass.range_constexpr(len(rows)):
+                group = n // products.COLUMNS
+                products.multiply(rows[i].scores, group, a[i], b, variant.dtype)
+
+
+@cute.jit
+def to_probabilities(
+    variant: cutlass.Constexpr,
+    masked: cutlass.Constexpr,
+    x: ForwardContext,
+    rows: list[RowTile],
+    work: Work,
+    block: Int32,
+    hides: Boolean,
+) -> None:
+    """Caps, masks and exponentiates a block's scores, and scales what was accumulated before.
+
+    ``masked`` says whether the block hides keys: "always", "never", or "maybe" if ``hides``.
+    """
+    shrinks, shrinking = [], Boolean(False)
+    for i in cutlass.range_constexpr(len(rows)):
+        one = rows[i]
+        if const_expr(variant.key.has_soft_cap):
+            softmax.cap(one.scores, x.scalars.cap_inner_log2)
+        if const_expr(masked == "always"):
+            mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
+        if const_expr(masked == "maybe"):
+            if hides:
+                mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
+        shrink = fragment_softmax.update(one.scores, one.state, x.scalars.scale_log2, SLACK_LOG2)
+        shrinking = shrinking | (shrink[0] != 1.0) | (shrink[1] != 1.0)
+        shrinks.append(shrink)
+    # A warp at a time; with the slack, few blocks but the first of a tile.
+    # A loop of one turn or none: of a branch the compiler makes predicated multiplications, which
+    # take their time when they are not executed (DSL 4.8.1).
+    for _ in cutlass.range(products.one_if_any(shrinking), unroll=1):
+        for i in cutlass.range_constexpr(len(rows)):
+            fragment_softmax.scale_rows(rows[i].out, shrinks[i])
+
+
+def anew(rows: RowTile) -> RowTile:
+    """``rows`` with its thread in no register of the loop."""
+    return rows._replace(thread=products.thread_index() % edges.WARPGROUP)
+
+
+@cute.jit
+def multiply_pv(
+    variant: cutlass.Constexpr, x: ForwardContext, rows: list[RowTile], stage: Int32
+) -> None:
+    """Adds the values of a block, weighted with the probabilities, to O."""
+    config, tile = variant.config, tiles_of(variant).v
+    lane = products.thread_index() % edges.WARP
+    values = x.smem.v + stage * tile.size_bytes + products.by_rows(tile, lane)
+    for k in cutlass.range_constexpr(0, config.block_kv, products.DEPTH):
+        a = [probabilities(variant, one, k) for one in rows]
+        for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):
+            b = products.fetch(tile.beside(values, n) + k * tile.width, is_transposed=True)
+            for i in cutlass.range_constexpr(len(rows)):
+                group = n // products.COLUMNS
+                products.multiply(rows[i].out, group, a[i], b, variant.dtype)
+
+
+def probabilities(variant: Variant, rows: RowTile, column: int) -> products.Four:
+    """The probabilities of 16 keys, rounded, as an A operand."""
+    p, first = rows.scores, column // products.COLUMNS * 4
+    pairs = (
+        primitives.narrow_pair(p[first + 2 * i], p[first + 2 * i + 1], variant.dtype)
+        for i in range(4)
+    )
+    return products.Four(*pairs)
+
+
+@cute.jit
+def store(
+    variant: cutlass.Constexpr, x: ForwardContext, rows: RowTile, first: Int32, work: Work
+) -> None:
+    """Normalises the accumulator and writes 16 rows of out and of lse, from row ``first`` on."""
+    positions = rows_of_thread(variant, x, rows, work)
+    finish_rows(variant, x, rows, work, positions, rows.state)
+    if const_expr(variant.is_split):
+        store_part(x, rows, work, positions, batch_of_part(variant, x, work))
+    else:
+        store_rounded(variant, x, rows, first, work)
+
+
+@cute.jit
+def store_rounded(
+    variant: cutlass.Constexpr, x: ForwardContext, rows: RowTile, first: Int32, work: Work
+) -> None:
+    """Rounds and writes 16 rows, through shared memory: whole lines go to global memory."""
+    tile, lane = tiles_of(variant).out, cute.arch.lane_idx()
+    rounded = cute.make_rmem_tensor_like(rows.out, variant.dtype)
+    primitives.narrow(rows.out, rounded)
+    pairs = fragments.pairs_by_row(rounded)
+    # HAZARD: out goes where the warp's queries were, which all its lanes have multiplied by now.
+    cute.arch.sync_warp()
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        row = first + lane // 4 + 8 * r
+        for i in cutlass.range_constexpr(cute.size(pairs, mode=[1])):
+            panel, piece = divmod(i, tile.pieces)
+            place = x.smem.q + tile.place(row, piece) + panel * tile.panel_bytes
+            products.store_word(place + lane % 4 * 4, pairs[r, i])
+    cute.arch.sync_warp()
+    span = work.span
+    step = tile.rows_of_pass(edges.WARP)
+    piece = lane % tile.pieces
+    for i in cutlass.range_constexpr(products.DEPTH // step):
+        row = first + i * step + lane // tile.pieces
+        position = span.first_row + row
+        if position < span.own_slot:
+            place = x.smem.q + tile.place(row, piece)
+            out = x.arrays.out_rows[None, None, work.tile.head, work.tile.batch]
+            out = out[span.own_start + position, None]
+            target = out.iterator.toint() + piece * PIECE_BYTES
+            for panel in cutlass.range_constexpr(tile.num_panels):
+                four = products.load_piece(place + panel * tile.panel_bytes)
+                products.store_piece(target + panel * tile.width, four)

@@ -1,0 +1,146 @@
+"""Bundles that the steps of the forward share, and the loads of its tiles."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, tiles
+from jax_fa.kernels.forward_work import Arrays, Scalars, Variant, Work, row_of_tile
+from jax_fa.kernels.mma_sync.loads import address_of_row, copy_row, piece_of_thread
+from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
+from jax_fa.spec.config_mma_sync import WARP_ROWS
+
+
+class ForwardTiles(NamedTuple):
+    """Layouts of the tiles in shared memory."""
+
+    q: Panels
+    k: Panels
+    v: Panels
+    out: Panels
+
+
+class ForwardSmem(NamedTuple):
+    """Shared memory: addresses of tiles, and a tensor."""
+
+    q: Int32
+    k: Int32  # of the first of ``stages``
+    v: Int32  # of the first of ``stages``
+    found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
+
+
+class ForwardContext(NamedTuple):
+    """The kernel's arguments and shared memory."""
+
+    arrays: Arrays
+    scalars: Scalars
+    order: tiles.Order
+    smem: ForwardSmem
+    packing: Any  # division.Packing, or None if the variant does not pack heads
+
+
+def tiles_of(variant: Variant) -> ForwardTiles:
+    """The tiles of a variant."""
+    key, config = variant.key, variant.config
+    return ForwardTiles(
+        q=Panels(config.block_q, key.head_dim),
+        k=Panels(config.block_kv, key.head_dim),
+        v=Panels(config.block_kv, key.value_dim),
+        out=Panels(config.block_q, key.value_dim),
+    )
+
+
+class RowTile(NamedTuple):
+    """16 query rows of a warp: accumulator and statistics.
+
+    Of every 64 rows of the CTA's tile, four warps have 16 each, as the warps of a warpgroup have.
+    """
+
+    scores: cute.Tensor  # accumulator of 16 x block_kv
+    out: cute.Tensor  # accumulator of 16 x Dv
+    state: fragment_softmax.RowState
+    index: Int32  # which 64 rows
+    thread: Int32  # in the four warps
+
+
+def make_row_tiles(variant: Variant) -> list[RowTile]:
+    """The tiles of the calling warp, yet to be reset."""
+    config = variant.config
+    thread = cute.arch.thread_idx()[0]
+    groups = config.warps // edges.WARPS_PER_GROUP
+    group = Int32(0) if groups == 1 else thread // edges.WARPGROUP
+    return [
+        RowTile(
+            scores=fragments.accumulator(config.block_kv),
+            out=fragments.accumulator(variant.key.value_dim),
+            state=fragment_softmax.make_row_state(),
+            index=group + i * groups,
+            thread=thread % edges.WARPGROUP,
+        )
+        for i in range(config.row_tiles)
+    ]
+
+
+def first_row(thread: Int32) -> Int32:
+    """The first row of a thread's warp in the CTA's tile; its next tile's is ``row_step`` on."""
+    return thread // edges.WARP * WARP_ROWS
+
+
+def row_step(variant: Variant) -> int:
+    """Rows from one tile of a warp to the next."""
+    return variant.config.warps * WARP_ROWS
+
+
+@cute.jit
+def load_q(variant: cutlass.Constexpr, x: ForwardContext, work: Work) -> None:
+    """Starts the load of the query tile. All threads."""
+    tile, span = tiles_of(variant).q, work.span
+    mine = piece_of_thread(tile)
+    step = tile.rows_of_pass(variant.plan.threads)
+    for i in cutlass.range_constexpr(tile.rows // step):
+        row = mine.row + i * step
+        at = row_of_tile(variant, x, work, row)
+        is_there = at.is_there & (at.position < span.own_slot)
+        rows = x.arrays.q[None, None, at.head, work.tile.batch]
+        source = address_of_row(rows, span.own_start + at.position) + mine.piece * PIECE_BYTES
+        copy_row(tile, x.smem.q + tile.place(row, mine.piece), source, is_there)
+
+
+@cute.jit
+def load_rows(
+    variant: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    target: Int32,
+    array: cute.Tensor,
+    work: Work,
+    block: Int32,
+) -> None:
+    """Starts the load of a block of keys or values, zeros behind the sequence's last. All threads.
+
+    Probabilities of absent rows are 0, but 0 * NaN is not: hence the zeros.
+
+    Args:
+        variant: the variant.
+        tile: where it goes.
+        target: address of that.
+        array: (S, width, K, B).
+        work: whose keys they are.
+        block: which of them.
+    """
+    mine, span = piece_of_thread(tile), work.span
+    step = tile.rows_of_pass(variant.plan.threads)
+    # Two registers of the loop; addresses of the head's keys and values would be four.
+    kv_head, batch = (primitives.opaque(i) for i in (work.tile.kv_head, work.tile.batch))
+    rows = array[None, None, kv_head, batch]
+    first = block * tile.rows + mine.row
+    place = target + tile.place(mine.row, mine.piece)
+    for i in cutlass.range_constexpr(tile.rows // step):
+        row = first + i * step
+        # HAZARD: where segments leave a tile without keys, its block may be of any number.
+        is_there = (row >= 0) & (row < span.swept_len)
+        source = address_of_row(rows, span.swept_start + row) + mine.piece * PIECE_BYTES
+        copy_row(tile, place + i * step * tile.width, source, is_there)

@@ -1,0 +1,50 @@
+"""Forward by mma.sync: shared memory. Read this first.
+
+All warps do the same: each owns some tiles of 16 query rows, does both products of them and the
+softmax between, and loads its share of every block of keys and values by cp.async. There are no
+roles and no edges: barriers of the CTA are all that warps exchange.
+"""
+
+from __future__ import annotations
+
+from jax_fa.kernels.edges import Buffer, Plan, PlanError, Role, check
+from jax_fa.kernels.mma_sync.panels import Panels
+from jax_fa.spec import division
+from jax_fa.spec.config_mma_sync import MmaSyncForward
+from jax_fa.spec.key import KernelKey
+
+SMEM_CAPACITY_BYTES = 99 * 1024
+"""Shared memory that a CTA may have on every GPU of the family: that of 8.6 and 8.9."""
+REGISTERS = 255
+"""Of a thread, at most."""
+
+
+def forward_plan(key: KernelKey, config: MmaSyncForward) -> Plan:
+    """The checked plan of the forward kernel for ``key`` under ``config``."""
+    q, k, v = (
+        Panels(config.block_q, key.head_dim),
+        Panels(config.block_kv, key.head_dim),
+        Panels(config.block_kv, key.value_dim),
+    )
+    out = Panels(config.block_q, key.value_dim)
+    plan = Plan(
+        roles=(Role("attend", range(config.warps), REGISTERS + 1),),
+        edges=(),
+        buffers=(
+            Buffer("q", q.size_bytes),
+            Buffer("k", k.size_bytes * config.stages),
+            Buffer("v", v.size_bytes * config.stages),
+            Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask tell of a tile
+            Buffer("out", out.size_bytes, "q", "a warp's rows of q are dead after its last S"),
+        ),
+        barriers=(),
+    )
+    check(plan)
+    if plan.smem_bytes > SMEM_CAPACITY_BYTES:
+        raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
+    if out.width != q.width:
+        raise PlanError("rows of out lie over rows of q of the same warp only if as wide")
+    for tile in (q, k, v):
+        if tile.rows % tile.rows_of_pass(plan.threads):
+            raise PlanError(f"{plan.threads} threads do not share {tile.rows} rows evenly")
+    return plan

@@ -1,0 +1,48 @@
+"""Backward by mma.sync: shared memory. Read this first.
+
+All warps do the same: each owns 16 keys of the tile, whose dK and dV stay in its registers while
+queries pass by. Scores are computed transposed, keys by queries, so that P and dS leave the
+accumulators in the order in which dV += P^T dO and dK += dS^T Q want their A operand; only
+dQ = dS K, which sums over the keys of all warps, needs dS in shared memory.
+"""
+
+from __future__ import annotations
+
+from jax_fa.kernels.edges import Buffer, Plan, PlanError, Role, check
+from jax_fa.kernels.mma_sync.panels import Panels
+from jax_fa.kernels.mma_sync.plan import REGISTERS, SMEM_CAPACITY_BYTES
+from jax_fa.spec import division
+from jax_fa.spec.config_mma_sync import MmaSyncBackward
+from jax_fa.spec.key import KernelKey
+
+STAT_BYTES = 4
+
+
+def backward_plan(key: KernelKey, config: MmaSyncBackward) -> Plan:
+    """The checked plan of the backward kernel for ``key`` under ``config``."""
+    k, v = Panels(config.block_kv, key.head_dim), Panels(config.block_kv, key.value_dim)
+    q, dout = Panels(config.block_q, key.head_dim), Panels(config.block_q, key.value_dim)
+    ds = Panels(config.block_kv, config.block_q)
+    plan = Plan(
+        roles=(Role("attend", range(config.warps), REGISTERS + 1),),
+        edges=(),
+        buffers=(
+            Buffer("k", k.size_bytes),
+            Buffer("v", v.size_bytes),
+            Buffer("q", q.size_bytes * config.stages),
+            Buffer("dout", dout.size_bytes * config.stages),
+            Buffer("ds", ds.size_bytes),
+            Buffer("lse2", config.block_q * STAT_BYTES * config.stages),
+            Buffer("delta", config.block_q * STAT_BYTES * config.stages),
+            # What segments and a mask tell of a tile, and what its sweep uses of its work.
+            Buffer("found", 4 * (division.FOUND_WORDS + config.work_words)),
+        ),
+        barriers=(),
+    )
+    check(plan)
+    if plan.smem_bytes > SMEM_CAPACITY_BYTES:
+        raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
+    for tile in (k, v, q, dout):
+        if tile.rows % tile.rows_of_pass(plan.threads):
+            raise PlanError(f"{plan.threads} threads do not share {tile.rows} rows evenly")
+    return plan

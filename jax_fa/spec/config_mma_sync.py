@@ -1,0 +1,136 @@
+"""What is fixed at compile time about the kernels for mma.sync because it is fast.
+
+Tiles, warps, stages. Each row carries the count behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_fa.spec.key import KernelKey
+
+WARP_ROWS = 16
+"""Rows of a warp's product: the M of one mma.sync."""
+
+
+@dataclass(frozen=True)
+class MmaSyncForward:
+    """A forward kernel's tile and resources.
+
+    Attributes:
+        block_kv: keys per step.
+        warps: of a CTA.
+        row_tiles: tiles of 16 query rows that a warp owns, which share what it reads of K and V.
+        stages: blocks of keys, and of values, that shared memory holds. With one, keys are loaded
+            while values are multiplied, and the other way round.
+        q_in_registers: query fragments stay in registers; else each step reads them again.
+        packs_heads: query heads of a group share tiles where that saves some (``Packing``).
+    """
+
+    block_kv: int
+    warps: int = 4
+    row_tiles: int = 2
+    stages: int = 2
+    q_in_registers: bool = False
+    packs_heads: bool = False
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one tile."""
+        return WARP_ROWS * self.warps * self.row_tiles
+
+    @property
+    def is_persistent(self) -> bool:
+        """A CTA works on one tile: several CTAs share an SM, and one starts as another ends."""
+        return False
+
+
+def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
+    """The forward configuration for ``key``.
+
+    A step of 16 rows reads 256 bytes of K or V for 4096 operations. An A100's SM does 2048 of these
+    and reads 128 bytes a cycle, so that a warp of 16 rows would have shared memory as busy as the
+    tensor core; with 32 rows, half as busy. Registers of a thread then hold D elements of O, and
+    ``block_kv`` scores: 128 + 64 with D = 128. D = 256 leaves room for 16 rows only.
+
+    99 KB of shared memory (what capabilities 8.6, 8.9 and 12.x have) hold Q and ``stages`` blocks
+    of K and V: D = 64: 16 + 2 * 16, two CTAs at a time; 96: 24 + 2 * 24; 128: 32 + 2 * 32; 192/128:
+    48 + 40; 256: 64 + 32.
+    """
+    packs_heads = key.is_split
+    if key.head_dim <= 64:
+        return MmaSyncForward(64, q_in_registers=True, packs_heads=packs_heads)
+    if key.head_dim <= 96:
+        return MmaSyncForward(64, packs_heads=packs_heads)
+    # A general mask takes registers: of 64 keys, some spill (ptxas 13.0).
+    block_kv = 48 if key.mask == "general" else 64
+    if key.head_dim <= 128:
+        return MmaSyncForward(block_kv, packs_heads=packs_heads)
+    if key.head_dim <= 192:
+        return MmaSyncForward(block_kv, stages=1, packs_heads=packs_heads)
+    return MmaSyncForward(32, warps=8, row_tiles=1, stages=1, packs_heads=packs_heads)
+
+
+SWEEP_WORDS = 20
+"""What a backward's sweep uses of its work, at most."""
+
+
+@dataclass(frozen=True)
+class MmaSyncBackward:
+    """A backward kernel's tile and resources.
+
+    Attributes:
+        warps: of a CTA; each owns 16 keys.
+        stages: blocks of queries and of dO that shared memory holds. With one, each is loaded as
+            soon as its last product of a step is done.
+        parts: of a block of queries, whose scores are computed one after the other.
+        work_words: of what a sweep uses of its work that shared memory holds, not registers.
+    """
+
+    warps: int
+    stages: int = 1
+    parts: int = 1
+    work_words: int = 0
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of one tile."""
+        return WARP_ROWS * self.warps
+
+    @property
+    def block_q(self) -> int:
+        """Query rows per step."""
+        return 64
+
+    @property
+    def num_consumers(self) -> int:
+        """Groups of four warps; each computes 64 rows of dQ, or its share of their columns."""
+        return self.warps // 4
+
+    @property
+    def splits_keys(self) -> bool:
+        """Warps own keys, and all columns of dK and dV."""
+        return True
+
+    @property
+    def splits_dq_rows(self) -> bool:
+        """Groups of four warps share the columns of dQ."""
+        return False
+
+
+def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
+    """The backward configuration for ``key``.
+
+    A thread holds (D + Dv) / 2 elements of dK and dV, and half as many scores, and dP, as a part of
+    a block has queries: 128 + 32 + 32 with D = 128. KB of shared memory: D = 64: 32 for K and V,
+    32 for two blocks of Q and dO, 16 for dS; 96: 48 + 24 + 16; 128: 32 + 32 + 8; 192/128:
+    40 + 40 + 8.
+    """
+    if key.head_dim <= 64:
+        return MmaSyncBackward(warps=8, stages=2)
+    # With the work of a sweep in registers, up to 32 bytes spill (ptxas 13.0).
+    if key.head_dim <= 96:
+        return MmaSyncBackward(warps=8, work_words=SWEEP_WORDS)
+    # A general mask takes registers: of halves of a block, some 400 bytes spill.
+    is_tight = key.head_dim > 128 and key.mask == "general"
+    return MmaSyncBackward(warps=4, parts=4 if is_tight else 2, work_words=SWEEP_WORDS)

@@ -1,0 +1,187 @@
+"""Kernels for mma.sync: their plans, their tiles, and single faults that have to be noticed."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from helpers.cases import Case, make
+from helpers.oracle import assert_close, tolerance
+from helpers.recording import needs_compiler, needs_dsl, prebuilt
+from test_sm100_backward import call
+from test_split_keys import run
+
+from jax_fa.analysis import banks
+from jax_fa.emulator import Options
+from jax_fa.emulator.faults import EmulationError
+from jax_fa.kernels.edges import PlanError
+from jax_fa.kernels.mma_sync import plan, plan_bwd
+from jax_fa.kernels.mma_sync.panels import Panels
+from jax_fa.spec.config import choose_backward, choose_forward
+from jax_fa.spec.key import KernelKey
+from jax_fa.spec.variants import VARIANTS
+
+KEY = KernelKey("sm_80", "bfloat16", 64, 64, "causal")
+OURS = [variant for variant in VARIANTS if variant.kernels == "mma_sync"]
+CASE = Case("growing", q_len=200, kv_len=260, heads=2, kv_heads=1, is_causal=True)
+"""Two tiles of queries; ragged on both sides."""
+SCHEDULES = tuple(
+    Options(completion, starved=starved, max_segments=400_000)
+    for completion, starved in (("lazy", None), ("eager", 0), ("eager", 3), ("random", 1))
+)
+"""Single warps lag behind the others: what is right only while all keep pace is wrong then."""
+
+
+# --------------------------------------------------------------------------------------- plans
+
+
+def plan_of(variant):
+    """The checked plan of a variant."""
+    if variant.operation == "fwd":
+        return plan.forward_plan(variant.key, choose_forward(variant.key))
+    return plan_bwd.backward_plan(variant.key, choose_backward(variant.key))
+
+
+@pytest.mark.parametrize("variant", OURS, ids=lambda variant: variant.name)
+def test_every_plan_fits_the_smallest_gpu(variant):
+    made = plan_of(variant)
+    assert made.smem_bytes <= 99 * 1024
+    assert made.threads * 256 <= 65536
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"stages": 3}, "bytes of smem of 101376"),
+        ({"block_kv": 24}, "128 threads do not share 24 rows evenly"),
+        ({"warps": 3}, "warpgroups"),
+    ],
+)
+def test_a_forward_that_does_not_fit_is_refused(change, complaint):
+    key = replace(KEY, head_dim=128, value_dim=128)
+    with pytest.raises(PlanError, match=complaint):
+        plan.forward_plan(key, replace(choose_forward(key), **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [({"warps": 8}, "bytes of smem of 101376"), ({"warps": 2}, "warpgroups")],
+)
+def test_a_backward_that_does_not_fit_is_refused(change, complaint):
+    key = replace(KEY, head_dim=128, value_dim=128)
+    with pytest.raises(PlanError, match=complaint):
+        plan_bwd.backward_plan(key, replace(choose_backward(key), **change))
+
+
+@pytest.mark.parametrize("columns", [32, 64, 96, 128, 192, 256])
+def test_pieces_lie_where_the_count_of_bank_conflicts_has_them(columns):
+    tile, counted = Panels(48, columns), banks.Tile(48, columns, columns)
+    pieces = [
+        (row, column, tile.beside(tile.place(row, column // 8 % 2), column // 16 * 16))
+        for row in range(48)
+        for column in range(0, columns, 8)
+    ]
+    assert all(place == counted.address(row, column) for row, column, place in pieces)
+    assert len({place for _, _, place in pieces}) == len(pieces)
+
+
+# -------------------------------------------------------------------------------------- faults
+
+
+@pytest.fixture(scope="module")
+def faultless(tmp_path_factory):
+    """Both kernels without a fault."""
+    return {
+        "fwd": prebuilt(tmp_path_factory.mktemp("f"), "mma_sync.fwd", KEY, choose_forward(KEY)),
+        "bwd": prebuilt(tmp_path_factory.mktemp("b"), "mma_sync.bwd", KEY, choose_backward(KEY)),
+    }
+
+
+def growing():
+    """Operands whose scores grow along the way, so that maxima are raised by much."""
+    operands = make(CASE, "bfloat16").operands
+    operands.k[:, :128] *= 32
+    return operands
+
+
+def check(operation, built):
+    """Asserts that a kernel is right under every schedule."""
+    for options in SCHEDULES:
+        if operation == "bwd":
+            got, wanted, *_ = call(built, CASE, options=options)
+            assert_close(got, wanted, "bfloat16")
+        else:
+            operands = growing()
+            got = run(built, operands, CASE.semantics, num_splits=1, seed=1, options=options)
+            assert_close(got, tolerance(operands, CASE.semantics), "bfloat16")
+
+
+def without(pattern, number, text):
+    """``text`` without the instruction that matches for the time ``number``."""
+    found = list(re.finditer(pattern + r"[^;]*;", text))
+    at = found[number]
+    return text[: at.start()] + text[at.end() :]
+
+
+def everywhere(pattern, replacement, text):
+    """``text`` with a replacement, which there has to be."""
+    changed, number = re.subn(pattern, replacement, text)
+    assert number
+    return changed
+
+
+# In the backward, those of the steps of a deterministic run come first.
+WAIT, BARRIER = r"cp\.async\.wait_group", r"bar\.sync"
+FAULTS = {
+    "fwd-queries are not awaited": ("fwd", lambda t: without(WAIT, 0, t)),
+    "fwd-masked keys are not awaited": ("fwd", lambda t: without(WAIT, 1, t)),
+    "fwd-keys are not awaited": ("fwd", lambda t: without(WAIT, 2, t)),
+    "fwd-queries of other warps are not awaited": ("fwd", lambda t: without(BARRIER, 0, t)),
+    "fwd-masked keys of other warps are not awaited": ("fwd", lambda t: without(BARRIER, 1, t)),
+    "fwd-values are not transposed": (
+        "fwd",
+        lambda t: everywhere(r"\.x4\.trans\.", ".x4.", t),
+    ),
+    "fwd-rows behind the last are read": (
+        "fwd",
+        lambda t: everywhere(r"(cp\.async\.cg[^;]*, 16), %r\d+;", r"\1;", t),
+    ),
+    "fwd-out is not rescaled": (
+        "fwd",
+        lambda t: everywhere(r"min\.u32 (%r\d+), (%r\d+), 1;", r"min.u32 \1, \2, 0;", t),
+    ),
+    "fwd-one lane's maximum stands for the row": (
+        "fwd",
+        lambda t: everywhere(r"(shfl\.sync\.bfly\.b32[^;]*), 2, 31,", r"\1, 0, 31,", t),
+    ),
+    "bwd-queries are not awaited": ("bwd", lambda t: without(WAIT, 1, t)),
+    "bwd-queries of other warps are not awaited": ("bwd", lambda t: without(BARRIER, 5, t)),
+    "bwd-dS of other warps is not awaited": ("bwd", lambda t: without(BARRIER, 6, t)),
+    "bwd-keys are replaced while they are read": ("bwd", lambda t: without(BARRIER, 0, t)),
+    "bwd-additions overwrite": (
+        "bwd",
+        lambda t: everywhere(r"red\.relaxed\.gpu\.global\.add\.f32", "st.global.f32", t),
+    ),
+    "bwd-dS is not transposed": (
+        "bwd",
+        lambda t: everywhere(r"\.x4\.trans\.", ".x4.", t),
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", ["fwd", "bwd"])
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@needs_dsl
+@needs_compiler
+def test_kernels_without_a_fault_are_right(faultless, operation):
+    check(operation, faultless[operation])
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@needs_dsl
+@needs_compiler
+def test_a_fault_is_noticed(faultless, name):
+    operation, edit = FAULTS[name]
+    built = faultless[operation]
+    with pytest.raises((EmulationError, AssertionError)):
+        check(operation, built._replace(ptx=edit(built.ptx)))
