@@ -24,7 +24,13 @@ from jax_fa.spec import arch  # noqa: E402
 _PLAIN = arch.arch_named("sm80")
 arch.ARCHS = tuple(
     replace(
-        one, target="sm_90", folder=_PLAIN.folder, fwd=_PLAIN.fwd, bwd=_PLAIN.bwd, mma=_PLAIN.mma
+        one,
+        target="sm_90",
+        folder=_PLAIN.folder,
+        fwd=_PLAIN.fwd,
+        bwd=_PLAIN.bwd,
+        dbias=_PLAIN.dbias,
+        mma=_PLAIN.mma,
     )
     if one.name == "sm90"
     else one
