@@ -59,9 +59,9 @@ def environment(tmp_path):
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_pip_installs_the_kernels_of_the_gpus_at_hand(environment, tmp_path):
-    hopper, blackwell, ultra, older = (
+    hopper, blackwell, ultra, ampere, older = (
         {"LD_LIBRARY_PATH": str(stand_in.driver(tmp_path / f"{capability}", (capability,)))}
-        for capability in (90, 100, 103, 86)
+        for capability in (90, 100, 103, 86, 75)
     )
     pip = ["python", "-m", "pip", "install", "-v", "--no-index", "--no-deps"]
     pip += ["--no-build-isolation", f"--config-settings=build-dir={tmp_path / 'build'}"]
@@ -97,6 +97,7 @@ def test_pip_installs_the_kernels_of_the_gpus_at_hand(environment, tmp_path):
     assert install(hopper) == ["sm90"]
     assert install(blackwell, "-e") == ["sm100"]
     assert install(ultra) == ["sm103"]
+    assert install(ampere) == ["sm80"]
     assert install(older) == install({}) == []
     assert install(hopper | {"JAX_FA_GPU": "none"}) == []
     assert install(hopper | {"JAX_FA_GPU": "none"}, "--config-settings=gpu=all") == FAMILIES
