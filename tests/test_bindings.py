@@ -18,6 +18,7 @@ from jax_fa.runtime.partitioning import Call
 from jax_fa.spec import schema, scratch
 from jax_fa.spec.band import Band
 from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
+from jax_fa.spec.variants import BY_NAME
 
 
 def test_version_is_the_one_python_needs():
@@ -253,6 +254,39 @@ def test_a_program_names_kernels_but_no_family():
     shape = (2, 512, 8, 128)
     kernels = lowered(jax.grad(step, (0, 1, 2)), shape, shape, shape)
     assert kernels == ["bf16_d128_causal"] * 2
+
+
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
+def test_a_program_is_lowered_for_the_families_that_are_named(monkeypatch):
+    """D = 256 has a backward on Hopper, none on GPUs of 8.x."""
+    monkeypatch.setattr(bindings, "compiled", lambda: frozenset(BY_NAME))
+
+    @jax.jit
+    def gradient(q, k, v):
+        return jax.grad(lambda *x: jax_fa.attention(*x).astype(np.float32).sum())(q, k, v)
+
+    x = jax.ShapeDtypeStruct((2, 512, 8, 256), jnp.bfloat16)
+
+    def num_kernels():
+        text = gradient.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+        return len(re.findall(r'custom_call @jax_fa_\w+\(.*kernel = "bf16_d256_full"', text))
+
+    assert num_kernels() < 2
+    with jax_fa.lowering_for("sm90", "sm100"):
+        assert num_kernels() == 2
+        names = jax_fa.explain(x, x, x, platform="cuda").choice.kernel
+        assert names == "fwd_sm100_bf16_d256_full, fwd_sm90_bf16_d256_full"
+        with jax_fa.lowering_for("sm80"):
+            assert bindings.target("cuda").capabilities == ("8.0",)
+            assert num_kernels() < 2
+        assert num_kernels() == 2
+    assert bindings.target("cuda").capabilities == ()
+
+
+@pytest.mark.parametrize("families", [(), ("sm75",), ("sm90", "9.0")])
+def test_families_that_nobody_knows_are_refused(families):
+    with pytest.raises(ValueError, match="lowering_for: .*; kernels exist for sm90, "):
+        jax_fa.lowering_for(*families)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def test_public_names_are_the_ones_of_the_contract():
         "explain",
         "export_disabled_checks",
         "forward",
+        "lowering_for",
     }
 
 
@@ -55,7 +56,7 @@ def test_docstring_documents_every_parameter(name):
         assert not parameters or "Takes the arguments of ``" in doc
         return
     for parameter in parameters:
-        stars = "**" * (parameter.kind is parameter.VAR_KEYWORD)
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         assert f"    {stars}{parameter.name}: " in args, parameter.name
 
 

@@ -130,6 +130,7 @@ TOWERS = {
         Layer("runtime.reference", "jax"),
         Layer("runtime.parts", "jax"),
         Layer("runtime.blockwise", "jax"),
+        Layer("runtime.lowering", "jax"),
         Layer("runtime.bindings", "jax numpy"),
         Layer("runtime.emulation_settings", "jax"),
         Layer("runtime.emulation", "jax numpy"),

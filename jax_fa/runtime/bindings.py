@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from jax_fa import _jax_fa
-from jax_fa.runtime import head_sizes
+from jax_fa.runtime import head_sizes, lowering
 from jax_fa.runtime.dispatch import Emulation, Forced, Kernel, Target, gpu_kernel
 from jax_fa.spec import schema, scratch
 from jax_fa.spec.arch import Operation, arch_named, capability_number
@@ -98,11 +98,13 @@ def lowered_platform(name: str | None = None) -> str:
 
 
 def target(platform: str, forced: Forced = None) -> Target:
-    """The target of a computation for ``platform``: kernels of this build, GPUs at hand."""
+    """The target of a computation for ``platform``: this build, GPUs at hand or named."""
     if isinstance(forced, Emulation):
         return Target(platform, compiled(), arch_named(forced.arch).capabilities[:1])
     if platform != "cuda":
         return Target(platform)
+    if named := lowering.capabilities():
+        return Target(platform, compiled(), named)
     try:
         devices = jax.devices("cuda")
     except RuntimeError:

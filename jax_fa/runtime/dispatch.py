@@ -57,9 +57,9 @@ class Target(NamedTuple):
     Attributes:
         platform: as JAX names it.
         compiled: names of the GPU variants this build holds.
-        capabilities: compute capabilities of the GPUs at hand (or emulated), such as "9.0"; empty
-            where there is none (lowering for another machine): then every compiled family has to
-            serve.
+        capabilities: compute capabilities of the GPUs at hand (or emulated, or of those that
+            ``lowering_for`` names), such as "9.0"; empty where there is none (lowering for another
+            machine): then every compiled family has to serve.
     """
 
     platform: str
@@ -150,10 +150,10 @@ def _alone(problem: Problem, target: Target, operation: Operation) -> str:
     able = [a.name for a in archs if variants.find(problem, a, operation, target.compiled)]
     if target.capabilities or not able:
         return ""
-    others = ", ".join(able)
+    named = ", ".join(f'"{name}"' for name in able)
     return (
-        f" Lowered where no GPU is, a program is for all families of this installation; one with "
-        f"kernels of {others} alone has a kernel for it: `{installation.command(able)}`."
+        " Lowered where there is no GPU, a program is for all families of this installation; "
+        f"`with jax_fa.lowering_for({named})` lowers it for those that have a kernel."
     )
 
 
