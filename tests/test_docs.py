@@ -56,7 +56,8 @@ def test_docstring_documents_every_parameter(name):
         assert not parameters or "Takes the arguments of ``" in doc
         return
     for parameter in parameters:
-        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        stars = "**" * (parameter.kind is parameter.VAR_KEYWORD)
+        stars += "*" * (parameter.kind is parameter.VAR_POSITIONAL)
         assert f"    {stars}{parameter.name}: " in args, parameter.name
 
 
