@@ -169,7 +169,7 @@ def test_what_a_kernel_leaves_unwritten_is_nan(arch, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"arch": "sm80"}, r"arch is 'sm80'; kernels exist for sm90, "),
+        ({"arch": "sm70"}, r"arch is 'sm70'; kernels exist for sm90, "),
         ({"arch": "sm90", "completion": "late"}, r"completion is 'late'; use one of \('random'"),
         ({"arch": "sm90", "num_sms": 0}, "num_sms is 0; a GPU has at least one"),
     ],
