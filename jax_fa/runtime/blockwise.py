@@ -22,8 +22,11 @@ from jax_fa.runtime import masks, reference
 from jax_fa.runtime.parts import Whole, meaning, per_token
 from jax_fa.spec.problem import Gradients, Operands, Semantics
 
-SCORE_BYTES = 16 * 2**20
-"""Size of a block's scores; the gradient holds six arrays of that size at a time."""
+SCORE_BYTES = {"cpu": 4 * 2**20}
+"""Size of a block's scores by default backend, where it is not ``SCORE_BYTES_ELSEWHERE``. The
+gradient holds six arrays of that size at a time; a CPU is fastest where its caches hold them."""
+
+SCORE_BYTES_ELSEWHERE = 16 * 2**20
 
 MIN_ROWS = 32
 """Rows of a block at least: with fewer, reading keys and values and adding up their gradients would
@@ -42,7 +45,8 @@ def rows_per_block(operands: Operands) -> int:
         return q_len
     width = math.prod(n for n in (batch, heads, operands.k.shape[1]) if isinstance(n, int))
     itemsize = max(4, operands.q.dtype.itemsize)
-    rows = max(SCORE_BYTES // max(width * itemsize, 1), MIN_ROWS)
+    score_bytes = SCORE_BYTES.get(jax.default_backend(), SCORE_BYTES_ELSEWHERE)
+    rows = max(score_bytes // max(width * itemsize, 1), MIN_ROWS)
     return -(-q_len // max(-(-q_len // rows), 1))
 
 
