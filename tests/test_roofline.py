@@ -151,7 +151,17 @@ def test_what_is_not_staged_costs_no_shared_memory():
 
 @pytest.mark.parametrize(
     "name, teraflops",
-    [("B200", 2250), ("GB200", 2500), ("B300", 2500), ("H100", 989.4), ("H200", 989.4)],
+    [
+        ("B200", 2250),
+        ("GB200", 2500),
+        ("B300", 2500),
+        ("H100", 989.4),
+        ("H200", 989.4),
+        ("A100", 312),
+        ("L4", 242 / 2),
+        ("RTX 4090", 165.2),
+        ("RTX 5090", 838.4 / 4),
+    ],
 )
 def test_peaks_are_those_of_the_data_sheets(name, teraflops):
     assert BY_NAME[name].peak_flops == pytest.approx(teraflops * 1e12, rel=2e-3)
@@ -163,7 +173,7 @@ def test_thor_has_an_eighth_of_its_sparse_4_bit_peak():
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="sm75.*sm100, sm103, sm110, sm80, sm90"):
+    with pytest.raises(ValueError, match="sm75.*sm100, sm103, sm110, sm120, sm80, sm90"):
         roofline.gpu_of("sm75")
 
 

@@ -70,7 +70,11 @@ class Gpu:
         return self.peak_flops / self.hbm_bytes
 
 
-GPUS = tuple(Gpu(*product, arch.name, arch.rates) for arch in ARCHS for product in arch.products)
+GPUS = tuple(
+    Gpu(*product[:-1], arch.name, product.rates or arch.rates)
+    for arch in ARCHS
+    for product in arch.products
+)
 
 
 def gpu_of(arch: str) -> Gpu:

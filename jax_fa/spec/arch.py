@@ -54,6 +54,7 @@ class Product(NamedTuple):
         clock_hertz: at which SMs reach the published peak.
         hbm_bytes: of memory, per second.
         caveat: what of its rates is not published.
+        rates: of one SM, where they are not those of the family.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Product(NamedTuple):
     clock_hertz: float
     hbm_bytes: float
     caveat: str = ""
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,10 @@ class Arch:
         assert isinstance(held, Kernels)
         return held
 
+
+# SMs of half the A100's products with float32 sums, and of a quarter.
+_MMA_SYNC_HALF = Rates(mma_flops=1024, mma_rows=32, exponentials=16, has_pairs=False)
+_MMA_SYNC_QUARTER = Rates(mma_flops=512, mma_rows=32, exponentials=16, has_pairs=False)
 
 _HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 _CLOCK = "clock computed from the published peak"
@@ -174,11 +180,27 @@ ARCHS: tuple[Arch, ...] = (
         bwd=Kernels(_HEADS[:-1]),
         mma="mma.sync",
         rates=Rates(mma_flops=2048, mma_rows=32, exponentials=16, has_pairs=False),
-        products=(Product("A100", 108, 1.41e9, 2.039e12),),
+        products=(
+            Product("A100", 108, 1.41e9, 2.039e12),
+            Product("L4", 58, 2.04e9, 300e9, _CLOCK, _MMA_SYNC_HALF),
+            Product("RTX 4090", 128, 2.52e9, 1.008e12, rates=_MMA_SYNC_QUARTER),
+        ),
+    ),
+    Arch(
+        name="sm120",
+        capabilities=("12.0", "12.1"),
+        target="sm_120",
+        folder="mma_sync",
+        fwd=Kernels(_HEADS),
+        bwd=Kernels(_HEADS[:-1]),
+        mma="mma.sync",
+        rates=_MMA_SYNC_QUARTER,
+        products=(Product("RTX 5090", 170, 2.407e9, 1.792e12),),
     ),
 )
 """Thor: 20 SMs, and 2070 TFLOP/s of sparse 4-bit products; an eighth of that is dense 16-bit, which
-at 8192 operations a cycle gives the clock. The others: NVIDIA's data sheets."""
+at 8192 operations a cycle gives the clock. The others: NVIDIA's data sheets and, for GeForce, its
+white papers; bfloat16 with float32 sums, dense, which on an L4 is half of the sparse figure."""
 
 
 def arch_named(name: str) -> Arch:
