@@ -49,7 +49,18 @@ def test_an_architecture_has_fewer_than_130_variants(arch):
 
 def test_every_capability_belongs_to_one_architecture():
     capabilities = [capability for arch in ARCHS for capability in arch.capabilities]
-    assert capabilities == ["9.0", "10.0", "10.3", "11.0", "8.0", "8.6", "8.7", "8.9", "12.0", "12.1"]
+    assert capabilities == [
+        "9.0",
+        "10.0",
+        "10.3",
+        "11.0",
+        "8.0",
+        "8.6",
+        "8.7",
+        "8.9",
+        "12.0",
+        "12.1",
+    ]
     assert arch_of("9.0") is HOPPER
     assert arch_of("7.5") is None
 

@@ -258,27 +258,31 @@ def test_a_program_names_kernels_but_no_family():
 
 @pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_a_program_is_lowered_for_the_families_that_are_named(monkeypatch):
-    """D = 256 has a backward on Hopper, none on GPUs of 8.x."""
+    """Hopper has kernels that read a bias, GPUs of 8.x have none."""
     monkeypatch.setattr(bindings, "compiled", lambda: frozenset(BY_NAME))
 
     @jax.jit
-    def gradient(q, k, v):
-        return jax.grad(lambda *x: jax_fa.attention(*x).astype(np.float32).sum())(q, k, v)
+    def gradient(q, k, v, bias):
+        return jax.grad(lambda *x: jax_fa.attention(*x, bias).astype(np.float32).sum())(q, k, v)
 
-    x = jax.ShapeDtypeStruct((2, 512, 8, 256), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((2, 512, 8, 128), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, 8, 512, 512), jnp.bfloat16)
 
     def num_kernels():
-        text = gradient.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
-        return len(re.findall(r'custom_call @jax_fa_\w+\(.*kernel = "bf16_d256_full"', text))
+        text = gradient.trace(x, x, x, bias).lower(lowering_platforms=("cuda",)).as_text()
+        call = r'custom_call @jax_fa_\w+\(.*kernel = "bf16_d128_general_bias"'
+        return len(re.findall(call, text))
 
-    assert num_kernels() < 2
-    with jax_fa.lowering_for("sm90", "sm100"):
+    assert num_kernels() == 0
+    with jax_fa.lowering_for("sm90"):
         assert num_kernels() == 2
-        names = jax_fa.explain(x, x, x, platform="cuda").choice.kernel
-        assert names == "fwd_sm100_bf16_d256_full, fwd_sm90_bf16_d256_full"
-        with jax_fa.lowering_for("sm80"):
-            assert bindings.target("cuda").capabilities == ("8.0",)
-            assert num_kernels() < 2
+        names = jax_fa.explain(x, x, x, bias, platform="cuda").choice.kernel
+        assert names == "fwd_sm90_bf16_d128_general_bias"
+        with jax_fa.lowering_for("sm90", "sm80"):
+            assert bindings.target("cuda").capabilities == ("9.0", "8.0")
+            names = jax_fa.explain(x, x, x, platform="cuda").choice.kernel
+            assert names == "fwd_sm80_bf16_d128_full, fwd_sm90_bf16_d128_full"
+            assert num_kernels() == 0
         assert num_kernels() == 2
     assert bindings.target("cuda").capabilities == ()
 

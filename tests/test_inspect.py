@@ -467,7 +467,8 @@ def test_without_a_folder_the_model_is_printed_as_a_model(capsys, tmp_path):
     assert "fwd_sm100_bf16_d128_full  B200" in printed
     variants = json.loads(path.read_text())["variants"]
     assert {variant["name"] for variant in variants} == {
-        f"fwd_{arch}_bf16_d128_full" for arch in ("sm90", "sm100", "sm103", "sm110", "sm80", "sm120")
+        f"fwd_{arch}_bf16_d128_full"
+        for arch in ("sm90", "sm100", "sm103", "sm110", "sm80", "sm120")
     }
     assert all(variant["models"][0]["cycles"]["mma"] for variant in variants)
 

@@ -220,8 +220,9 @@ def mma_sync_forward(key: KernelKey, config: MmaSyncForward) -> tuple[Access, ..
 def mma_sync_backward(key: KernelKey, config: MmaSyncBackward) -> tuple[Access, ...]:
     """Accesses of the backward by mma.sync: ``mma_sync/bwd.py``."""
     k, v = _tile(config.block_kv, key.head_dim), _tile(config.block_kv, key.value_dim)
-    q, dout = _tile(config.block_q, key.head_dim), _tile(config.block_q, key.value_dim)
-    ds = _tile(config.block_kv, config.block_q)
+    rows = config.loaded_rows
+    q, dout = _tile(rows, key.head_dim), _tile(rows, key.value_dim)
+    ds = _tile(config.block_kv, rows)
     loaded = (("k", k), ("v", v), ("q", q), ("dout", dout))
     return (
         *(

@@ -163,8 +163,17 @@ def mask_by_columns(
 
 
 @cute.jit
-def store(variant: cutlass.Constexpr, x: Any, c: Any, work: Work):
-    """Writes this consumer's dK and dV of 64 keys, or of one part of a group's heads."""
+def store(
+    variant: cutlass.Constexpr,
+    x: Any,
+    c: Any,
+    work: Work,
+    owned: cutlass.Constexpr = ("dk", "dv"),
+):
+    """Writes this consumer's dK and dV of 64 keys, or of one part of a group's heads.
+
+    Of the two, those that the consumer owns.
+    """
     key = work.tile.block * variant.config.block_kv + c.first_key
     place = (None, None, work.tile.kv_head, work.tile.batch)
     num_rows = work.kv_slot - key
@@ -172,15 +181,19 @@ def store(variant: cutlass.Constexpr, x: Any, c: Any, work: Work):
     dk_at = (work.kv_start + key, column * variant.dk_columns)
     dv_at = (work.kv_start + key, column * variant.dv_columns)
     if x.scalars.splits == 1:
-        dk = cute.domain_offset(dk_at, x.arrays.dk[place])
-        backward_rows.store_rows(c.dk, x.scalars.scale, dk, c.thread, num_rows)
-        dv = cute.domain_offset(dv_at, x.arrays.dv[place])
-        backward_rows.store_rows(c.dv, Float32(1.0), dv, c.thread, num_rows)
+        if const_expr("dk" in owned):
+            dk = cute.domain_offset(dk_at, x.arrays.dk[place])
+            backward_rows.store_rows(c.dk, x.scalars.scale, dk, c.thread, num_rows)
+        if const_expr("dv" in owned):
+            dv = cute.domain_offset(dv_at, x.arrays.dv[place])
+            backward_rows.store_rows(c.dv, Float32(1.0), dv, c.thread, num_rows)
     else:
         part = work.tile.head % x.scalars.splits
         sums = x.scratch.dkv_sums + part.to(Int64) * backward_rows.dkv_elements(x.arrays)
-        dk = cute.domain_offset(dk_at, backward_rows.like(x.arrays.dk, sums)[place])
-        backward_rows.store_floats(c.dk, x.scalars.scale, dk, c.thread, num_rows)
-        dv = backward_rows.like(x.arrays.dv, sums + cute.size(x.arrays.dk.shape))
-        dv = cute.domain_offset(dv_at, dv[place])
-        backward_rows.store_floats(c.dv, Float32(1.0), dv, c.thread, num_rows)
+        if const_expr("dk" in owned):
+            dk = cute.domain_offset(dk_at, backward_rows.like(x.arrays.dk, sums)[place])
+            backward_rows.store_floats(c.dk, x.scalars.scale, dk, c.thread, num_rows)
+        if const_expr("dv" in owned):
+            dv = backward_rows.like(x.arrays.dv, sums + cute.size(x.arrays.dk.shape))
+            dv = cute.domain_offset(dv_at, dv[place])
+            backward_rows.store_floats(c.dv, Float32(1.0), dv, c.thread, num_rows)

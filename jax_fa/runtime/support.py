@@ -27,15 +27,6 @@ _SIZES = tuple(
     )
 )
 _LARGEST = max(min(heads) for heads in _SIZES)
-_PASSES: tuple[Operation, ...] = ("fwd", "bwd")
-"""What a head size has to have a kernel for: a bias is a row of its own."""
-_EVERYWHERE = [
-    heads
-    for heads in _SIZES
-    if all(heads in arch.kernels(operation).heads for arch in ARCHS for operation in _PASSES)
-]
-_COMMON = max(min(heads) for heads in _EVERYWHERE)
-_DEEPEST = max(head_dim for head_dim, _ in _EVERYWHERE)
 _PLAIN = Problem(
     dtype="bfloat16",
     batch=2,
@@ -65,10 +56,9 @@ def _banded(band: Band) -> Problem:
 _FEATURES: dict[str, Sequence[Problem]] = {
     "bfloat16, float16": [_PLAIN, replace(_PLAIN, dtype="float16")],
     "float32": [replace(_PLAIN, dtype="float32")],
-    f"D (or D/Dv) of {_named(_EVERYWHERE)}": _of_heads(_EVERYWHERE),
-    f"any other D, Dv up to {_COMMON}": _of_heads([(80, 80), (1, 1), (1, _COMMON), (_COMMON, 1)]),
-    f"D of more than {_DEEPEST} or Dv of more than {_COMMON}, up to {_LARGEST}": _of_heads(
-        [(1, _COMMON + 1), (_LARGEST, _LARGEST), (1, _LARGEST), (_LARGEST, 1)]
+    f"D (or D/Dv) of {_named(_SIZES)}": _of_heads(_SIZES),
+    f"any other D, Dv up to {_LARGEST}": _of_heads(
+        [(80, 80), (1, 1), (1, _LARGEST), (_LARGEST, 1)]
     ),
     f"D or Dv of more than {_LARGEST}": _of_heads([(_LARGEST + 1, 1), (1, _LARGEST + 1)]),
     "grouped-query, multi-query": [replace(_PLAIN, num_kv_heads=n) for n in (2, 1)],

@@ -176,8 +176,7 @@ ARCHS: tuple[Arch, ...] = (
         target="sm_80",
         folder="mma_sync",
         fwd=Kernels(_HEADS),
-        # 256: K, V, Q and dO alone would fill 128 KB.
-        bwd=Kernels(_HEADS[:-1]),
+        bwd=Kernels(_HEADS),
         mma="mma.sync",
         rates=Rates(mma_flops=2048, mma_rows=32, exponentials=16, has_pairs=False),
         products=(
@@ -192,7 +191,7 @@ ARCHS: tuple[Arch, ...] = (
         target="sm_120",
         folder="mma_sync",
         fwd=Kernels(_HEADS),
-        bwd=Kernels(_HEADS[:-1]),
+        bwd=Kernels(_HEADS),
         mma="mma.sync",
         rates=_MMA_SYNC_QUARTER,
         products=(Product("RTX 5090", 170, 2.407e9, 1.792e12),),

@@ -85,17 +85,25 @@ class MmaSyncBackward:
             soon as its last product of a step is done.
         parts: of a block of queries, whose scores are computed one after the other.
         work_words: of what a sweep uses of its work that shared memory holds, not registers.
+        splits_results: two groups of four warps own the same keys: one computes P and dV, the other
+            dS and dK. A part of a block is loaded at a time, and ``stages`` counts parts.
     """
 
     warps: int
     stages: int = 1
     parts: int = 1
     work_words: int = 0
+    splits_results: bool = False
 
     @property
     def block_kv(self) -> int:
         """Keys of one tile."""
-        return WARP_ROWS * self.warps
+        return WARP_ROWS * self.warps // (2 if self.splits_results else 1)
+
+    @property
+    def loaded_rows(self) -> int:
+        """Query rows that are loaded at a time."""
+        return self.block_q // (self.parts if self.splits_results else 1)
 
     @property
     def block_q(self) -> int:
@@ -124,13 +132,16 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     A thread holds (D + Dv) / 2 elements of dK and dV, and half as many scores, and dP, as a part of
     a block has queries: 128 + 32 + 32 with D = 128. KB of shared memory: D = 64: 32 for K and V,
     32 for two blocks of Q and dO, 16 for dS; 96: 48 + 24 + 16; 128: 32 + 32 + 8; 192/128:
-    40 + 40 + 8.
+    40 + 40 + 8. With D = 256, dK and dV of 16 keys are 256 elements of a thread, so two warps share
+    them: 128 + 8 + 4, and 64 KB + two times 16 + 2.
     """
     if key.head_dim <= 64:
         return MmaSyncBackward(warps=8, stages=2)
     # With the work of a sweep in registers, up to 32 bytes spill (ptxas 13.0).
     if key.head_dim <= 96:
         return MmaSyncBackward(warps=8, work_words=SWEEP_WORDS)
+    if key.head_dim > 192:
+        return MmaSyncBackward(8, stages=2, parts=4, work_words=SWEEP_WORDS, splits_results=True)
     # A general mask takes registers: of halves of a block, some 400 bytes spill.
     is_tight = key.head_dim > 128 and key.mask == "general"
     return MmaSyncBackward(warps=4, parts=4 if is_tight else 2, work_words=SWEEP_WORDS)

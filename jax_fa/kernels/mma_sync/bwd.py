@@ -39,7 +39,15 @@ from jax_fa.kernels.backward_work import (
     work_on,
 )
 from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
-from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync import bwd_shared, products
+from jax_fa.kernels.mma_sync.bwd_products import (
+    fetch_ds,
+    multiply_columns,
+    multiply_dq,
+    multiply_rows,
+    operands_of,
+    own_row,
+)
 from jax_fa.kernels.mma_sync.bwd_work import (
     BackwardContext,
     BackwardSmem,
@@ -58,7 +66,7 @@ from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES
 from jax_fa.kernels.mma_sync.plan_bwd import backward_plan
 from jax_fa.kernels.unmasked import hides_pairs
 from jax_fa.spec import division
-from jax_fa.spec.config_mma_sync import WARP_ROWS, MmaSyncBackward
+from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.key import KernelKey
 
 RESIDENT_WARPS = 8
@@ -84,12 +92,12 @@ def kernel(
         q: cute.struct.Align[cute.struct.MemRange[dtype, stages * layout.q.elements], align]
         dout: cute.struct.Align[cute.struct.MemRange[dtype, stages * layout.dout.elements], align]
         ds: cute.struct.Align[cute.struct.MemRange[dtype, layout.ds.elements], align]
-        lse2: cute.struct.Align[cute.struct.MemRange[Float32, config.block_q * stages], 128]
-        delta: cute.struct.Align[cute.struct.MemRange[Float32, config.block_q * stages], 128]
+        lse2: cute.struct.Align[cute.struct.MemRange[Float32, config.loaded_rows * stages], 128]
+        delta: cute.struct.Align[cute.struct.MemRange[Float32, config.loaded_rows * stages], 128]
         found: cute.struct.MemRange[Int32, division.FOUND_WORDS + config.work_words]
 
     storage = SmemAllocator().allocate(Storage)
-    statistics = cute.make_layout((config.block_q, stages))
+    statistics = cute.make_layout((config.loaded_rows, stages))
     smem = BackwardSmem(
         k=storage.k.data_ptr().toint(),
         v=storage.v.data_ptr().toint(),
@@ -134,6 +142,8 @@ def launch(variant: cutlass.Constexpr, call: BackwardCall):
 def attend(variant: cutlass.Constexpr, x: BackwardContext):
     """Computes the tiles of the CTA."""
     c, layout = make_keys(variant), tiles_of(variant)
+    shares = variant.config.splits_results
+    next_of, store_results = (bwd_shared.step, bwd_shared.store_own) if shares else (step, store)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, loaded_anew(x), tile)
@@ -152,12 +162,12 @@ def attend(variant: cutlass.Constexpr, x: BackwardContext):
             if x.scalars.deterministic != 0:
                 while remaining > 0:
                     remaining = remaining - 1
-                    at = step(variant, True, x, c, work, at, remaining > 0)
+                    at = next_of(variant, True, x, c, work, at, remaining > 0)
             else:
                 while remaining > 0:
                     remaining = remaining - 1
-                    at = step(variant, False, x, c, work, at, remaining > 0)
-        store(variant, x, anew(c), taken_up(variant, x, work))
+                    at = next_of(variant, False, x, c, work, at, remaining > 0)
+        store_results(variant, x, anew(c), taken_up(variant, x, work))
         tile = tile_at(variant, loaded_anew(x), tile.slot + 1)
 
 
@@ -255,85 +265,11 @@ def differentiate_part(
     words = fragments.pairs_by_row(ds)
     tile, first_piece = layout.ds, c.first_query // products.COLUMNS
     for r in cutlass.range_constexpr(fragments.ROWS):
-        row = own_row(thread) + lane // 4 + 8 * r
+        row = own_row(variant, thread) + lane // 4 + 8 * r
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
             place = x.smem.ds + tile.place(row, first_piece + i) + lane % 4 * 4
             products.store_word(place, words[r, i])
     return ds
-
-
-def own_row(thread: Int32) -> Int32:
-    """The first of the keys in the tile that a thread's warp owns."""
-    return thread // edges.WARP * WARP_ROWS
-
-
-@cute.jit
-def multiply_columns(
-    variant: cutlass.Constexpr,
-    c: Keys,
-    acc: cute.Tensor,
-    keys: cutlass.Constexpr,
-    own: Int32,
-    queries: cutlass.Constexpr,
-    rows: Int32,
-):
-    """``acc`` = the warp's keys times queries transposed.
-
-    Args:
-        variant: the variant.
-        c: the keys.
-        acc: 16 keys by queries.
-        keys: tile of k or v.
-        own: its address.
-        queries: tile of q or dout.
-        rows: address of its first row.
-    """
-    thread = products.thread_index()
-    lane = thread % edges.WARP
-    own = own + own_row(thread) * keys.width + products.by_rows(keys, lane)
-    rows = rows + products.by_columns(queries, lane)
-    acc.fill(0.0)
-    num_queries = cute.size(acc) // 4 * products.COLUMNS
-    for k in cutlass.range_constexpr(0, keys.columns, products.DEPTH):
-        a = products.fetch(keys.beside(own, k))
-        beside = queries.beside(rows, k)
-        for n in cutlass.range_constexpr(0, num_queries, 2 * products.COLUMNS):
-            b = products.fetch(beside + n * queries.width)
-            products.multiply(acc, n // products.COLUMNS, a, b, variant.dtype)
-
-
-def operands_of(rounded: cute.Tensor) -> list[products.Four]:
-    """The fragment ``rounded``, keys by queries, as A operands."""
-    words = cute.recast_tensor(rounded, Int32)
-    steps = range(0, cute.size(words), 4)
-    return [products.Four(*(words[k + i] for i in range(4))) for k in steps]
-
-
-def fetch_ds(variant: BackwardVariant, x: BackwardContext, first_query: int) -> list[products.Four]:
-    """DS of the warp's keys as A operands, of a part of a block of queries."""
-    tile, thread = tiles_of(variant).ds, products.thread_index()
-    place = x.smem.ds + own_row(thread) * tile.width + products.by_rows(tile, thread % edges.WARP)
-    queries = variant.config.block_q // variant.config.parts
-    steps = range(first_query, first_query + queries, products.DEPTH)
-    return [products.fetch(tile.beside(place, k)) for k in steps]
-
-
-@cute.jit
-def multiply_rows(
-    variant: cutlass.Constexpr,
-    acc: cute.Tensor,
-    operands: list[products.Four],
-    tile: cutlass.Constexpr,
-    rows: Int32,
-):
-    """Adds to ``acc`` what is 16 keys by queries in ``operands`` times these rows of ``tile``."""
-    rows = rows + products.by_rows(tile, products.thread_index() % edges.WARP)
-    for k in cutlass.range_constexpr(len(operands)):
-        a = operands[k]
-        for n in cutlass.range_constexpr(0, tile.columns, 2 * products.COLUMNS):
-            place = tile.beside(rows, n) + k * (products.DEPTH * tile.width)
-            b = products.fetch(place, is_transposed=True)
-            products.multiply(acc, n // products.COLUMNS, a, b, variant.dtype)
 
 
 @cute.jit
@@ -385,24 +321,3 @@ def add_dq(
     dq = multiply_dq(variant, x, start + first, width)
     for i in cutlass.range_constexpr(cute.size(dq)):
         products.add_to_global(sums + (first // 2 + i) * (edges.WARPGROUP * 4), dq[i])
-
-
-def multiply_dq(
-    variant: BackwardVariant, x: BackwardContext, first: Int32, columns: int
-) -> cute.Tensor:
-    """DQ of the warp's 16 queries, ``columns`` columns from ``first`` on."""
-    layout, thread = tiles_of(variant), products.thread_index()
-    lane = thread % edges.WARP
-    dq = fragments.accumulator(columns)
-    dq.fill(0.0)
-    ds = x.smem.ds + products.by_columns(layout.ds, lane)
-    ds = layout.ds.beside(ds, own_row(thread) % variant.config.block_q)
-    keys = x.smem.k + products.by_rows(layout.k, lane)
-    steps = range(0, columns, 2 * products.COLUMNS)
-    beside = [layout.k.beside(keys, first + n) for n in steps]
-    for k in range(0, variant.config.block_kv, products.DEPTH):
-        a = products.fetch(ds + k * layout.ds.width, is_transposed=True)
-        for n, place in enumerate(beside):
-            b = products.fetch(place + k * layout.k.width, is_transposed=True)
-            products.multiply(dq, 2 * n, a, b, variant.dtype)
-    return dq

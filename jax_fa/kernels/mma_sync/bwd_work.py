@@ -79,9 +79,9 @@ def tiles_of(variant: BackwardVariant) -> BackwardTiles:
     return BackwardTiles(
         k=Panels(config.block_kv, key.head_dim),
         v=Panels(config.block_kv, key.value_dim),
-        q=Panels(config.block_q, key.head_dim),
-        dout=Panels(config.block_q, key.value_dim),
-        ds=Panels(config.block_kv, config.block_q),
+        q=Panels(config.loaded_rows, key.head_dim),
+        dout=Panels(config.loaded_rows, key.value_dim),
+        ds=Panels(config.block_kv, config.loaded_rows),
     )
 
 
@@ -93,8 +93,8 @@ class BackwardSmem(NamedTuple):
     q: Int32  # of the first of ``stages``
     dout: Int32  # of the first of ``stages``
     ds: Int32
-    lse2: cute.Tensor  # (block_q, stages)
-    delta: cute.Tensor  # (block_q, stages)
+    lse2: cute.Tensor  # (loaded_rows, stages)
+    delta: cute.Tensor  # (loaded_rows, stages)
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
     work: cute.Pointer  # (config.work_words,) put_down
 
@@ -112,7 +112,8 @@ class BackwardContext(NamedTuple):
 class Keys(NamedTuple):
     """16 keys of a warp: accumulators, and their place.
 
-    Four warps have 64 keys of the tile, as the warps of a warpgroup have.
+    Four warps have 64 keys of the tile, as the warps of a warpgroup have. With ``splits_results``
+    ``dk`` and ``dv`` are one accumulator: four warps have dV in it, four dK.
     """
 
     s: cute.Tensor  # accumulator of 16 keys x queries of a part
@@ -131,11 +132,13 @@ def make_keys(variant: BackwardVariant) -> Keys:
     index = Int32(0)
     if config.num_consumers > 1:
         index = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
+    dk = fragments.accumulator(key.head_dim)
+    first_key = index * (WARP_ROWS * edges.WARPS_PER_GROUP)
     return Keys(
         s=fragments.accumulator(config.block_q // config.parts),
-        dk=fragments.accumulator(key.head_dim),
-        dv=fragments.accumulator(key.value_dim),
-        first_key=index * (WARP_ROWS * edges.WARPS_PER_GROUP),
+        dk=dk,
+        dv=dk if config.splits_results else fragments.accumulator(key.value_dim),
+        first_key=Int32(0) if config.splits_results else first_key,
         first_query=0,
         index=index,
         thread=thread % edges.WARPGROUP,
@@ -214,15 +217,15 @@ def load_keys(
 
     Absent rows have P = 0 and dS = 0, but may hold anything, and 0 * NaN is not 0. All threads.
     """
-    mine = piece_of_thread(tile)
+    mine = piece_of_thread(tile, variant.plan.threads)
     step = tile.rows_of_pass(variant.plan.threads)
     rows = array[None, None, work.tile.kv_head, work.tile.batch]
     for i in cutlass.range_constexpr(tile.rows // step):
         row = mine.row + i * step
         key = work.tile.block * tile.rows + row
         is_there = (key >= 0) & (key < work.window.kv_len)
-        source = address_of_row(rows, work.kv_start + key) + mine.piece * PIECE_BYTES
-        copy_row(tile, target + tile.place(row, mine.piece), source, is_there)
+        source = address_of_row(rows, work.kv_start + key) + mine.column_bytes(tile)
+        copy_row(tile, mine.panels, target + mine.place(tile, row), source, is_there)
 
 
 @cute.jit
@@ -233,26 +236,30 @@ def load_queries(
     work: Work,
     at: Step,
     stage: Int32,
+    first: Int32 | int = 0,
 ) -> None:
-    """Starts the load of a block of "q" with lse2, or of "dout" with delta. All threads."""
+    """Starts the load of a block of "q" with lse2, or of "dout" with delta. All threads.
+
+    Of ``loaded_rows``, which begin at row ``first`` of the block.
+    """
     tile, array = getattr(tiles_of(variant), name), getattr(x.arrays, name)
     target = getattr(x.smem, name) + stage * tile.size_bytes
-    mine = piece_of_thread(tile)
+    mine = piece_of_thread(tile, variant.plan.threads)
     step = tile.rows_of_pass(variant.plan.threads)
     rows = array[None, None, at.head, work.tile.batch]
     for i in cutlass.range_constexpr(tile.rows // step):
         row = mine.row + i * step
-        query = at.q_block * tile.rows + row
+        query = at.q_block * variant.config.block_q + first + row
         is_there = (query >= 0) & (query < work.window.q_len)
-        source = address_of_row(rows, work.q_start + query) + mine.piece * PIECE_BYTES
-        copy_row(tile, target + tile.place(row, mine.piece), source, is_there)
+        source = address_of_row(rows, work.q_start + query) + mine.column_bytes(tile)
+        copy_row(tile, mine.panels, target + mine.place(tile, row), source, is_there)
     statistic, ring = x.scratch.lse2, x.smem.lse2
     if const_expr(name == "dout"):
         statistic, ring = x.scratch.delta, x.smem.delta
     thread = cute.arch.thread_idx()[0]
     if thread < tile.rows * 4 // PIECE_BYTES:
         # ``prepare`` has written whole blocks.
-        place = work.scratch_row + at.q_block * tile.rows + thread * 4
+        place = work.scratch_row + at.q_block * variant.config.block_q + first + thread * 4
         source = statistic[None, at.head].iterator.toint() + place.to(Int64) * 4
         target = ring[None, stage].iterator.toint() + thread * PIECE_BYTES
         products.copy_piece(target, source, Int32(PIECE_BYTES))

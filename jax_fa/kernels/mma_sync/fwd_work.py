@@ -11,7 +11,7 @@ from cutlass import Int32
 from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Variant, Work, row_of_tile
 from jax_fa.kernels.mma_sync.loads import address_of_row, copy_row, piece_of_thread
-from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
+from jax_fa.kernels.mma_sync.panels import Panels
 from jax_fa.spec.config_mma_sync import WARP_ROWS
 
 
@@ -99,15 +99,15 @@ def row_step(variant: Variant) -> int:
 def load_q(variant: cutlass.Constexpr, x: ForwardContext, work: Work) -> None:
     """Starts the load of the query tile. All threads."""
     tile, span = tiles_of(variant).q, work.span
-    mine = piece_of_thread(tile)
+    mine = piece_of_thread(tile, variant.plan.threads)
     step = tile.rows_of_pass(variant.plan.threads)
     for i in cutlass.range_constexpr(tile.rows // step):
         row = mine.row + i * step
         at = row_of_tile(variant, x, work, row)
         is_there = at.is_there & (at.position < span.own_slot)
         rows = x.arrays.q[None, None, at.head, work.tile.batch]
-        source = address_of_row(rows, span.own_start + at.position) + mine.piece * PIECE_BYTES
-        copy_row(tile, x.smem.q + tile.place(row, mine.piece), source, is_there)
+        source = address_of_row(rows, span.own_start + at.position) + mine.column_bytes(tile)
+        copy_row(tile, mine.panels, x.smem.q + mine.place(tile, row), source, is_there)
 
 
 @cute.jit
@@ -131,16 +131,16 @@ def load_rows(
         work: whose keys they are.
         block: which of them.
     """
-    mine, span = piece_of_thread(tile), work.span
+    mine, span = piece_of_thread(tile, variant.plan.threads), work.span
     step = tile.rows_of_pass(variant.plan.threads)
     # Two registers of the loop; addresses of the head's keys and values would be four.
     kv_head, batch = (primitives.opaque(i) for i in (work.tile.kv_head, work.tile.batch))
     rows = array[None, None, kv_head, batch]
     first = block * tile.rows + mine.row
-    place = target + tile.place(mine.row, mine.piece)
+    place = target + mine.place(tile, mine.row)
     for i in cutlass.range_constexpr(tile.rows // step):
         row = first + i * step
         # HAZARD: where segments leave a tile without keys, its block may be of any number.
         is_there = (row >= 0) & (row < span.swept_len)
-        source = address_of_row(rows, span.swept_start + row) + mine.piece * PIECE_BYTES
-        copy_row(tile, place + i * step * tile.width, source, is_there)
+        source = address_of_row(rows, span.swept_start + row) + mine.column_bytes(tile)
+        copy_row(tile, mine.panels, place + i * step * tile.width, source, is_there)

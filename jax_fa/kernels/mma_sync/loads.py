@@ -13,30 +13,53 @@ from jax_fa.kernels.mma_sync.panels import ELEMENT_BYTES, PIECE_BYTES, Panels
 
 
 class Piece(NamedTuple):
-    """A thread's place in a pass over the rows of a tile: its row, and the piece of a panel."""
+    """A thread's place in a pass over the rows of a tile: its row, and the piece of a panel.
+
+    The panel is the first of ``num_panels // panels`` that the thread copies from.
+    """
 
     row: Int32
     piece: Int32
+    panel: Int32 | int
+    panels: int
+
+    def place(self, tile: Panels, row: Int32) -> Int32:
+        """The byte of a tile at which the thread's first piece of a row goes."""
+        return tile.place(row, self.piece) + self.panel * tile.panel_bytes
+
+    def column_bytes(self, tile: Panels) -> Int32:
+        """The byte of a row at which its first piece begins."""
+        return self.piece * PIECE_BYTES + self.panel * tile.width
 
 
-def piece_of_thread(tile: Panels) -> Piece:
-    """That of the calling thread in the first pass."""
-    thread = products.thread_index()
-    return Piece(thread // tile.pieces, thread % tile.pieces)
+def piece_of_thread(tile: Panels, threads: int) -> Piece:
+    """That of the calling one of ``threads`` in the first pass."""
+    thread, panels = products.thread_index(), tile.panels_of_pass(threads)
+    row, piece = thread // tile.pieces, thread % tile.pieces
+    if panels == 1:
+        return Piece(row, piece, 0, 1)
+    return Piece(row % tile.rows, piece, row // tile.rows, panels)
 
 
 @cute.jit
-def copy_row(tile: cutlass.Constexpr, target: Int32, source: Int64, is_there: Boolean) -> None:
+def copy_row(
+    tile: cutlass.Constexpr,
+    panels: cutlass.Constexpr[int],
+    target: Int32,
+    source: Int64,
+    is_there: Boolean,
+) -> None:
     """Starts the copies of a thread's pieces of a row, zeros if it is not there.
 
     Args:
         tile: where it goes.
-        target: place of the piece of the first panel.
+        panels: it copies a piece of one of so many.
+        target: place of its first piece.
         source: address of the same piece; of no meaning where nothing is read.
         is_there: whether to read it.
     """
     size_bytes = Int32(PIECE_BYTES) if is_there else Int32(0)
-    for panel in cutlass.range_constexpr(tile.num_panels):
+    for panel in cutlass.range_constexpr(0, tile.num_panels, panels):
         piece = source + panel * tile.width
         products.copy_piece(target + panel * tile.panel_bytes, piece, size_bytes)
 

@@ -4,6 +4,10 @@ All warps do the same: each owns 16 keys of the tile, whose dK and dV stay in it
 queries pass by. Scores are computed transposed, keys by queries, so that P and dS leave the
 accumulators in the order in which dV += P^T dO and dK += dS^T Q want their A operand; only
 dQ = dS K, which sums over the keys of all warps, needs dS in shared memory.
+
+Where dK and dV of 16 keys are more than a thread has registers, two groups of four warps share the
+keys (``splits_results``): one computes S, P and dV, the other dP, dS and dK. P passes to the other
+group where dS goes, and each thread reads the words that it then overwrites.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ STAT_BYTES = 4
 def backward_plan(key: KernelKey, config: MmaSyncBackward) -> Plan:
     """The checked plan of the backward kernel for ``key`` under ``config``."""
     k, v = Panels(config.block_kv, key.head_dim), Panels(config.block_kv, key.value_dim)
-    q, dout = Panels(config.block_q, key.head_dim), Panels(config.block_q, key.value_dim)
-    ds = Panels(config.block_kv, config.block_q)
+    rows = config.loaded_rows
+    q, dout = Panels(rows, key.head_dim), Panels(rows, key.value_dim)
+    ds = Panels(config.block_kv, rows)
     plan = Plan(
         roles=(Role("attend", range(config.warps), REGISTERS + 1),),
         edges=(),
@@ -32,8 +37,8 @@ def backward_plan(key: KernelKey, config: MmaSyncBackward) -> Plan:
             Buffer("q", q.size_bytes * config.stages),
             Buffer("dout", dout.size_bytes * config.stages),
             Buffer("ds", ds.size_bytes),
-            Buffer("lse2", config.block_q * STAT_BYTES * config.stages),
-            Buffer("delta", config.block_q * STAT_BYTES * config.stages),
+            Buffer("lse2", rows * STAT_BYTES * config.stages),
+            Buffer("delta", rows * STAT_BYTES * config.stages),
             # What segments and a mask tell of a tile, and what its sweep uses of its work.
             Buffer("found", 4 * (division.FOUND_WORDS + config.work_words)),
         ),

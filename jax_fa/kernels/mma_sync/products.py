@@ -122,6 +122,13 @@ def store_word(address: Int32, word: Int32) -> None:
     cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
 
 
+def load_word(address: Int32) -> Int32:
+    """Reads a word of shared memory."""
+    return cute.arch.inline_ptx(
+        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
 def load_piece(address: Int32) -> Four:
     """Reads a piece of shared memory."""
     return Four(

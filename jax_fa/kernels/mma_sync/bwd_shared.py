@@ -1,0 +1,197 @@
+"""Steps of a backward whose dK and dV of 16 keys are too wide for the registers of one warp.
+
+Two groups of four warps share the 64 keys of a tile. Between barriers, for a part of 16 queries:
+
+    group 0    wait q, do | S  P   |      | dV   dQ, dQ sums +=
+    group 1    wait q, do | dP     | dS   | dK   dQ, dQ sums +=
+    loads                 | q and do of the next part ...
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from jax_fa.kernels import edges, fragments, primitives, softmax
+from jax_fa.kernels.backward_work import Step, Work, await_turn, next_step, pass_turn
+from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
+from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync.bwd_products import (
+    multiply_columns,
+    multiply_dq,
+    multiply_rows,
+    operands_of,
+    own_row,
+)
+from jax_fa.kernels.mma_sync.bwd_work import (
+    BackwardContext,
+    BackwardVariant,
+    Keys,
+    anew,
+    load_queries,
+    taken_up,
+    tiles_of,
+)
+from jax_fa.kernels.unmasked import hides_pairs
+
+DV = 0
+"""Group that computes P and dV; the other computes dS and dK."""
+
+
+@cute.jit
+def step(
+    variant: cutlass.Constexpr,
+    deterministic: cutlass.Constexpr[bool],
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+    has_next: Boolean,
+) -> Step:
+    """Adds a query block's part of dK and dV to the accumulators, and that of dQ to global memory.
+
+    Returns the next step, whose first part's loads it has started if ``has_next``.
+    """
+    parts = variant.config.parts
+    following = next_step(variant, x, taken_up(variant, x, work), at)
+    for part in cutlass.range(parts, unroll=1):
+        cute.arch.cp_async_wait_group(0)
+        # HAZARD: all threads' copies of this part are there; all warps are done with the part
+        # before, and with its dS.
+        cute.arch.sync_threads()
+        own = taken_up(variant, x, work)
+        is_last = part == parts - 1
+        if has_next | (part < parts - 1):
+            ahead = Step(
+                following.q_block if is_last else at.q_block,
+                following.head if is_last else at.head,
+                at.parity,
+            )
+            first = (part + 1) % parts * variant.config.loaded_rows
+            load_queries(variant, x, "q", own, ahead, (part + 1) % 2, first)
+            load_queries(variant, x, "dout", own, ahead, (part + 1) % 2, first)
+        cute.arch.cp_async_commit_group()
+        add_part(variant, x, c, own, at, part)
+        reduce_dq(variant, deterministic, x, c, taken_up(variant, x, work), at, part)
+    return following
+
+
+@cute.jit
+def add_part(
+    variant: cutlass.Constexpr, x: BackwardContext, c: Keys, work: Work, at: Step, part: Int32
+):
+    """Adds a part's share of dV, or of dK, to the group's accumulator; dS goes to shared memory."""
+    tile, stage = tiles_of(variant).q, part % 2
+    q = x.smem.q + stage * tile.size_bytes
+    dout = x.smem.dout + stage * tile.size_bytes
+    # D = Dv: the operands of one group's products have the layouts of the other's.
+    has_dv = c.index == DV
+    own = x.smem.k if has_dv else x.smem.v
+    multiply_columns(variant, c, c.s, tiles_of(variant).k, own, tile, q if has_dv else dout)
+    rounded = cute.make_rmem_tensor_like(c.s, variant.dtype)
+    if has_dv:
+        exponentiate_part(variant, x, anew(c), work, at, part, rounded)
+    # HAZARD: P of the other group is in shared memory.
+    cute.arch.sync_threads()
+    if c.index != DV:
+        slope = cute.make_rmem_tensor_like(rounded)
+        get_words(variant, x, slope)
+        differentiate(anew(c), x.smem.delta[None, stage], slope, c.s)
+        primitives.narrow(c.s, rounded)
+        put_words(variant, x, rounded)
+    # HAZARD: dS of all warps is in shared memory.
+    cute.arch.sync_threads()
+    multiply_rows(variant, c.dk, operands_of(rounded), tile, dout if has_dv else q)
+
+
+@cute.jit
+def exponentiate_part(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+    part: Int32,
+    p: cute.Tensor,
+):
+    """Computes ``p`` of a part from the scores; what dS needs of it goes to shared memory."""
+    if const_expr(variant.key.has_soft_cap):
+        softmax.cap(c.s, x.scalars.cap_inner_log2)
+    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
+    of_part = c._replace(first_query=part * variant.config.loaded_rows)
+    for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
+        mask_block(variant, x, of_part, products.hidden_from(work), at)
+    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.key.has_soft_cap) else p
+    exponentiate(variant, c, x.smem.lse2[None, part % 2], x.scalars.score_log2, p, slope)
+    put_words(variant, x, slope)
+
+
+def place_of_words(variant: BackwardVariant, x: BackwardContext, r: int, group: int) -> Int32:
+    """Where in shared memory a thread's pair of row ``r`` and of a group of 8 columns is."""
+    tile, thread = tiles_of(variant).ds, products.thread_index()
+    lane = thread % edges.WARP
+    row = own_row(variant, thread) + lane // 4 + 8 * r
+    return x.smem.ds + tile.place(row, group) + lane % 4 * 4
+
+
+@cute.jit
+def put_words(variant: cutlass.Constexpr, x: BackwardContext, tensor: cute.Tensor):
+    """Writes a fragment, keys by queries of a part, to shared memory."""
+    words = fragments.pairs_by_row(tensor)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            products.store_word(place_of_words(variant, x, r, i), words[r, i])
+
+
+@cute.jit
+def get_words(variant: cutlass.Constexpr, x: BackwardContext, tensor: cute.Tensor):
+    """Reads a fragment that the same thread of the other group has put there."""
+    words = fragments.pairs_by_row(tensor)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            words[r, i] = products.load_word(place_of_words(variant, x, r, i))
+
+
+@cute.jit
+def reduce_dq(
+    variant: cutlass.Constexpr,
+    deterministic: cutlass.Constexpr[bool],
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+    part: Int32,
+):
+    """Computes dQ of a part's 16 queries, the warp's share of columns, and adds it to the sums."""
+    config, columns = variant.config, variant.dq_shape.columns
+    width = columns // edges.WARPS_PER_GROUP
+    if const_expr(deterministic):
+        if part == 0:
+            if cute.arch.thread_idx()[0] < edges.WARP:
+                await_turn(variant, x, work, at, 1)
+            cute.arch.sync_threads()
+    four = (work.scratch_row + at.q_block * config.block_q) * (variant.key.head_dim // 4)
+    sums = x.scratch.dq_sum[None, four, at.head].iterator.toint()
+    thread = products.thread_index()
+    first = thread % edges.WARPGROUP // edges.WARP * width
+    # As if the warp of four that ``finish`` has read these rows had computed them.
+    own = c.index * (columns // 2 * edges.WARPGROUP) + part * edges.WARP + thread % edges.WARP
+    dq = multiply_dq(variant, x, c.index * columns + first, width)
+    for i in cutlass.range_constexpr(cute.size(dq)):
+        place = sums + (own + (first // 2 + i) * edges.WARPGROUP) * 4
+        products.add_to_global(place, dq[i])
+    if const_expr(deterministic):
+        if part == config.parts - 1:
+            # HAZARD: every addition of the CTA must be visible before the next key block's turn.
+            # They were made before the barrier, hence before the release.
+            cute.arch.sync_threads()
+            if cute.arch.thread_idx()[0] < edges.WARP:
+                pass_turn(variant, x, work, at)
+
+
+@cute.jit
+def store_own(variant: cutlass.Constexpr, x: BackwardContext, c: Keys, work: Work):
+    """Writes the group's dV, or its dK."""
+    if c.index == DV:
+        store(variant, x, c, work, ("dv",))
+    else:
+        store(variant, x, c, work, ("dk",))
