@@ -54,6 +54,7 @@ from jax_fa.aot import cubins, kernel_table
 from jax_fa.aot.stand_ins import stand_ins
 from jax_fa.spec import config
 from jax_fa.spec.arch import ARCHS
+from jax_fa.spec.key import KernelKey
 from jax_fa.spec.variants import Variant, of_families
 
 DSL_REQUIREMENT = "nvidia-cutlass-dsl==4.8.1"
@@ -65,6 +66,9 @@ HOSTS = {
     "aarch64": "linux-aarch64",
 }
 """Processors that the host code can be compiled for, as the DSL's ``--host-target`` names them."""
+
+MAX_OPT_LEVEL = 3
+"""Of the DSL, and its default."""
 
 _PACKAGE = Path(__file__).parents[1]
 _CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward", "dbias": "choose_dbias"}
@@ -172,6 +176,12 @@ class DeviceCode:
     seconds: float
 
 
+def options_of(key: KernelKey, chosen: Any) -> str:
+    """What the DSL is asked for, whatever the host, for ``key`` under the configuration chosen."""
+    level = getattr(chosen, "opt_level", MAX_OPT_LEVEL)
+    return f"--gpu-arch {key.arch} --opt-level {level} --keep-ptx"
+
+
 def compile_variant(jobs: Sequence[Job]) -> None:
     """Compiles one variant, for the hosts of ``jobs``, into the cache.
 
@@ -184,14 +194,12 @@ def compile_variant(jobs: Sequence[Job]) -> None:
     variant = jobs[0].variant
     start = time.perf_counter()
     module = importlib.import_module(f"jax_fa.kernels.{variant.kernels}.{variant.operation}")
-    entry = module.make_entry(variant.key, choose_config(variant))
+    chosen = choose_config(variant)
+    entry = module.make_entry(variant.key, chosen)
     arguments = stand_ins(variant.operation, variant.key.dtype)
     with tempfile.TemporaryDirectory(dir=jobs[0].stem.parent) as folder:
-        options = (
-            f"--gpu-arch {variant.key.arch} --host-target '{HOSTS[jobs[0].host]}' "
-            f"--keep-ptx --dump-dir {folder}"
-        )
-        compiled = cute.compile(entry, *arguments, options=options)
+        options = f"{options_of(variant.key, chosen)} --host-target '{HOSTS[jobs[0].host]}'"
+        compiled = cute.compile(entry, *arguments, options=f"{options} --dump-dir {folder}")
         (ptx,) = (path.read_bytes() for path in Path(folder).glob("*.ptx"))
         code = DeviceCode(ptx, lzma.compress(ptx), time.perf_counter() - start)
         for job in jobs:

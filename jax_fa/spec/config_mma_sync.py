@@ -25,6 +25,7 @@ class MmaSyncForward:
             while values are multiplied, and the other way round.
         q_in_registers: query fragments stay in registers; else each step reads them again.
         packs_heads: query heads of a group share tiles where that saves some (``Packing``).
+        opt_level: of the compiler. With 1 it reorders little and so needs fewer registers.
     """
 
     block_kv: int
@@ -33,6 +34,7 @@ class MmaSyncForward:
     stages: int = 2
     q_in_registers: bool = False
     packs_heads: bool = False
+    opt_level: int = 3
 
     @property
     def block_q(self) -> int:
@@ -62,13 +64,24 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
         return MmaSyncForward(64, q_in_registers=True, packs_heads=packs_heads)
     if key.head_dim <= 96:
         return MmaSyncForward(64, packs_heads=packs_heads)
-    # A general mask takes registers: of 64 keys, some spill (ptxas 13.0).
-    block_kv = 48 if key.mask == "general" else 64
+    # A general mask takes registers: of 64 keys, some spill. For 12.x the compiler carries pairs of
+    # floats through a loop, which spill earlier; products take four times as many cycles there as
+    # on an A100, so that smaller steps cost less (DSL 4.8.1).
+    is_general, is_small = key.mask == "general", key.arch == "sm_120"
     if key.head_dim <= 128:
+        block_kv = 48 if is_general else 32 if is_small else 64
         return MmaSyncForward(block_kv, packs_heads=packs_heads)
     if key.head_dim <= 192:
+        block_kv = 48 if is_general != is_small else 32 if is_general else 64
         return MmaSyncForward(block_kv, stages=1, packs_heads=packs_heads)
-    return MmaSyncForward(32, warps=8, row_tiles=1, stages=1, packs_heads=packs_heads)
+    return MmaSyncForward(
+        32,
+        warps=8,
+        row_tiles=1,
+        stages=1,
+        packs_heads=packs_heads,
+        opt_level=1 if is_general and is_small else 3,
+    )
 
 
 SWEEP_WORDS = 20

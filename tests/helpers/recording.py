@@ -95,7 +95,7 @@ def build(folder: Path, module: str, key: KernelKey, config: Any) -> Built:
     compiler._preload_runtime()
     kernels = importlib.import_module(f"jax_fa.kernels.{module}")
     entry = kernels.make_entry(key, config)
-    options = f"--gpu-arch {key.arch} --keep-ptx --dump-dir {folder}"
+    options = f"{compiler.options_of(key, config)} --dump-dir {folder}"
     arguments = stand_ins(module.split(".")[1], key.dtype)
     cute.compile(entry, *arguments, options=options).export_to_c(str(folder), "k", "k")
     return _linked(folder, "k")

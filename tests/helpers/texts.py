@@ -3,7 +3,8 @@
 The emulator executes PTX and takes no notice of ``.target``. Where the text for two targets
 differs in nothing but that line and the names of kernels, and the host code of both launches it
 alike, a run of one is a run of the other. For sm110 the compiler orders some loads of short kernels
-otherwise than for sm100 (DSL 4.8.1); such variants are emulated for themselves.
+otherwise than for sm100, and for sm120 it holds pairs of floats in one register where it does not
+for sm80 (DSL 4.8.1); such variants are emulated for themselves.
 """
 
 from __future__ import annotations
@@ -56,28 +57,32 @@ def order(name: str) -> tuple[str, ...]:
     return tuple(x.replace("bf16", "f16") for x in _ORDERED.findall(text(name)))
 
 
-def of_other_type(variant: Variant) -> Variant | None:
-    """The bfloat16 variant of the same ``order`` as one for float16, if compiled and distinct."""
-    if variant.key.dtype != "float16":
-        return None
-    twin = BY_NAME[variant.name.replace("_fp16_", "_bf16_")]
-    is_there = twin.name in bindings.compiled() and is_distinct(twin)
-    return twin if is_there and order(twin.name) == order(variant.name) else None
+_SAME_SOURCE = {"sm110": "sm100", "sm120": "sm80"}
+"""Families compiled from the sources of another."""
+
+
+def _relatives(variant: Variant) -> list[Variant]:
+    """Distinct compiled variants of the same source: for bfloat16, for another family, or both."""
+    name = variant.name
+    elsewhere = name.replace(variant.arch, _SAME_SOURCE.get(variant.arch, variant.arch))
+    names = (name.replace("_fp16_", "_bf16_"), elsewhere, elsewhere.replace("fp16", "bf16"))
+    there = (BY_NAME[other] for other in names if other in bindings.compiled() - {name})
+    return [other for other in there if is_distinct(other)]
+
+
+def twin(variant: Variant) -> Variant | None:
+    """A relative of the same ``order``."""
+    same = (x for x in _relatives(variant) if order(x.name) == order(variant.name))
+    return next(same, None)
 
 
 def resembled(variant: Variant) -> Variant | None:
-    """The compiled variant of the same kernels but for conversions, or the order of instructions.
+    """A relative of the same instructions that access memory, wait or branch, in whichever order.
 
-    That for bfloat16, for sm100, or both, if it is distinct and has the same instructions that
-    access memory, wait or branch, in whichever order.
+    But for conversions and the place of some instructions, the kernels are the same.
     """
-    name = variant.name
-    elsewhere = name.replace("_sm110_", "_sm100_")
-    for other in (name.replace("_fp16_", "_bf16_"), elsewhere, elsewhere.replace("fp16", "bf16")):
-        is_there = other != name and other in bindings.compiled() and is_distinct(BY_NAME[other])
-        if is_there and sorted(order(other)) == sorted(order(name)):
-            return BY_NAME[other]
-    return None
+    own = sorted(order(variant.name))
+    return next((x for x in _relatives(variant) if sorted(order(x.name)) == own), None)
 
 
 def kernels(ptx: str) -> list[str]:

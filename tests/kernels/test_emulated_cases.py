@@ -3,7 +3,8 @@
 A kernel that several architectures share runs once, and so does one that is one text for several
 targets; the launches of the others are compared with its own (``texts.py``). One that differs from
 another in conversions, or in the order of its instructions only, runs one case in three; those of
-float16, of sm110 and of both run different thirds. EVERY_CASE=1 in the environment runs all.
+float16, of another family and of both run different thirds. EVERY_CASE=1 in the environment runs
+all.
 """
 
 import os
@@ -81,7 +82,7 @@ def is_chosen(kernel, case):
     """Whether a kernel runs a case."""
     if resembled(kernel) is None:
         return True
-    third = (kernel.key.dtype == "float16") + 2 * (kernel.arch == "sm110")
+    third = (kernel.key.dtype == "float16") + 2 * (kernel.arch in ("sm110", "sm120"))
     return CASES.index(case) % RESEMBLING == third % RESEMBLING
 
 

@@ -21,9 +21,13 @@ from jax_fa.spec.key import KernelKey
 from jax_fa.spec.variants import VARIANTS
 
 KEY = KernelKey("sm_80", "bfloat16", 64, 64, "causal")
+WIDE = replace(KEY, head_dim=256, value_dim=256)
+"""Two warps share keys in its backward."""
 OURS = [variant for variant in VARIANTS if variant.kernels == "mma_sync"]
 CASE = Case("growing", q_len=200, kv_len=260, heads=2, kv_heads=1, is_causal=True)
 """Two tiles of queries; ragged on both sides."""
+WIDE_CASE = replace(CASE, name="wide", q_len=90, kv_len=100, head_dim=256)
+"""Two tiles of keys and two blocks of queries."""
 SCHEDULES = tuple(
     Options(completion, starved=starved, max_segments=400_000)
     for completion, starved in (("lazy", None), ("eager", 0), ("eager", 3), ("random", 1))
@@ -93,6 +97,7 @@ def faultless(tmp_path_factory):
     return {
         "fwd": prebuilt(tmp_path_factory.mktemp("f"), "mma_sync.fwd", KEY, choose_forward(KEY)),
         "bwd": prebuilt(tmp_path_factory.mktemp("b"), "mma_sync.bwd", KEY, choose_backward(KEY)),
+        "wide": prebuilt(tmp_path_factory.mktemp("w"), "mma_sync.bwd", WIDE, choose_backward(WIDE)),
     }
 
 
@@ -106,8 +111,10 @@ def growing():
 def check(operation, built):
     """Asserts that a kernel is right under every schedule."""
     for options in SCHEDULES:
-        if operation == "bwd":
-            got, wanted, *_ = call(built, CASE, options=options)
+        if operation != "fwd":
+            got, wanted, *_ = call(
+                built, WIDE_CASE if operation == "wide" else CASE, options=options
+            )
             assert_close(got, wanted, "bfloat16")
         else:
             operands = growing()
@@ -165,10 +172,14 @@ FAULTS = {
         "bwd",
         lambda t: everywhere(r"\.x4\.trans\.", ".x4.", t),
     ),
+    "wide-a part is not awaited": ("wide", lambda t: without(WAIT, 1, t)),
+    "wide-a part of other warps is not awaited": ("wide", lambda t: without(BARRIER, 8, t)),
+    "wide-P of the other group is not awaited": ("wide", lambda t: without(BARRIER, 9, t)),
+    "wide-dS of other warps is not awaited": ("wide", lambda t: without(BARRIER, 10, t)),
 }
 
 
-@pytest.mark.parametrize("operation", ["fwd", "bwd"])
+@pytest.mark.parametrize("operation", ["fwd", "bwd", "wide"])
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @needs_dsl
 @needs_compiler

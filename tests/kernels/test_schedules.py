@@ -1,8 +1,8 @@
 """Every compiled variant under several schedules: no fault, right results, forward bits alike.
 
-One that is the text of another for another target is run as that one (``texts.py``). One for
-float16 whose instructions come in the order of the one for bfloat16 runs under one schedule. Biases
-are float32 for float16, of the queries' type for bfloat16.
+One that is the text of another for another target is run as that one (``texts.py``). One whose
+instructions come in the order of another's, for bfloat16 or for another family, runs under one
+schedule. Biases are float32 for float16, of the queries' type for bfloat16.
 """
 
 from dataclasses import replace
@@ -16,10 +16,10 @@ from helpers.oracle import Results, assert_close
 from helpers.texts import (
     assert_launched_like_proxy,
     is_distinct,
-    of_other_type,
     order,
     proxy,
     resembled,
+    twin,
 )
 
 from jax_fa.runtime import bindings
@@ -94,7 +94,7 @@ def siblings_before(variant):
     key = variant.key
     kind = (variant.operation, variant.arch, key.head_dim, key.value_dim)
     return sum(
-        kind == (v.operation, v.arch, v.key.head_dim, v.key.value_dim) and not of_other_type(v)
+        kind == (v.operation, v.arch, v.key.head_dim, v.key.value_dim) and not twin(v)
         for v in DISTINCT[: DISTINCT.index(variant)]
     )
 
@@ -130,7 +130,7 @@ def test_variant_is_right_under_every_schedule(variant):
 
     seeded = [Emulation(variant.arch, seed=seed, num_sms=1) for seed in SEEDS]
     first, report = run(seeded[0])
-    if of_other_type(variant):
+    if twin(variant):
         return
     for settings in (*seeded[1:], *slow_schedules(variant, report)):
         results, _ = run(settings)
@@ -140,7 +140,7 @@ def test_variant_is_right_under_every_schedule(variant):
 
 
 def test_types_share_schedules_only_where_their_instructions_come_in_the_same_order(monkeypatch):
-    pairs = [variant for variant in DISTINCT if of_other_type(variant)]
+    pairs = [variant for variant in DISTINCT if twin(variant)]
     if not pairs:
         pytest.skip("this build holds no kernel for both types")
     some = pairs[0]
@@ -148,21 +148,20 @@ def test_types_share_schedules_only_where_their_instructions_come_in_the_same_or
     moved = list(order(some.name))
     place = next(i for i, x in enumerate(moved) if x != moved[0])
     moved[0], moved[place] = moved[place], moved[0]
-    given = {some.name: tuple(moved), of_other_type(some).name: order(some.name)}
+    given = {some.name: tuple(moved), twin(some).name: order(some.name)}
     monkeypatch.setattr(texts, "order", given.get)
-    assert of_other_type(some) is None
+    assert twin(some) is None
 
 
 def test_a_variant_resembles_one_of_the_same_instructions_only(monkeypatch):
     """Conversions apart; a kernel with an instruction of its own runs all cases."""
-    assert all(
-        resembled(v) is None for v in DISTINCT if v.key.dtype == "bfloat16" and v.arch != "sm110"
-    )
-    pairs = [variant for variant in DISTINCT if of_other_type(variant)]
+    originals = [v for v in DISTINCT if v.key.dtype == "bfloat16"]
+    assert all(resembled(v) is None for v in originals if v.arch not in ("sm110", "sm120"))
+    pairs = [variant for variant in DISTINCT if twin(variant)]
     if not pairs:
         pytest.skip("this build holds no kernel for both types")
     some = pairs[0]
-    assert resembled(some) == of_other_type(some)
+    assert resembled(some) == twin(some)
     given = {v.name: order(v.name) for v in DISTINCT} | {some.name: order(some.name)[1:]}
     monkeypatch.setattr(texts, "order", given.get)
     assert resembled(some) is None

@@ -1,8 +1,9 @@
 """Tiles of 16-bit elements in shared memory, as ldmatrix reads them without bank conflicts.
 
 A tile is cut into panels of 64 columns (32 or 16 where 64 do not divide it), a row of which has 128
-(64, 32) bytes. Panels lie one behind the other. The 16-byte pieces of a row change places with the number
-of the row, so that eight rows of one column lie in different banks: the swizzle of TMA and wgmma.
+(64, 32) bytes. Panels lie one behind the other. The 16-byte pieces of a row change places with the
+number of the row, so that eight rows of one column lie in different banks: the swizzle of TMA and
+wgmma.
 Standard library only; places are ints or traced values.
 """
 

@@ -14,7 +14,7 @@ from jax_fa.spec.config_mma_sync import MmaSyncForward
 from jax_fa.spec.key import KernelKey
 
 SMEM_CAPACITY_BYTES = 99 * 1024
-"""Shared memory that a CTA may have on every GPU that runs these kernels: 8.6, 8.9 and 12.x have least."""
+"""Shared memory that a CTA may have where it has least: 8.6, 8.9 and 12.x."""
 REGISTERS = 255
 """Of a thread, at most."""
 
