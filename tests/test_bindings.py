@@ -263,7 +263,10 @@ def test_a_program_is_lowered_for_the_families_that_are_named(monkeypatch):
 
     @jax.jit
     def gradient(q, k, v, bias):
-        return jax.grad(lambda *x: jax_fa.attention(*x, bias).astype(np.float32).sum())(q, k, v)
+        def total(q, k, v):
+            return jax_fa.attention(q, k, v, bias).astype(np.float32).sum()
+
+        return jax.grad(total)(q, k, v)
 
     x = jax.ShapeDtypeStruct((2, 512, 8, 128), jnp.bfloat16)
     bias = jax.ShapeDtypeStruct((1, 8, 512, 512), jnp.bfloat16)
