@@ -29,9 +29,12 @@ bool IsCountable(std::initializer_list<int64_t> extents) {
   return true;
 }
 
+// Of any extent, which nothing has bounded yet.
+int64_t CeilDiv(int64_t extent, int64_t size) { return extent / size + (extent % size > 0); }
+
 // A mask has all of its extents or none, each that of the problem or 1; rows may also be of blocks.
 Complaint CheckMaskExtents(const Problem& p) {
-  const int64_t row_blocks = (p.q_len + kMaskBlock - 1) / kMaskBlock;
+  const int64_t row_blocks = CeilDiv(p.q_len, kMaskBlock);
   const struct {
     const char* name;
     int64_t value;
@@ -41,7 +44,7 @@ Complaint CheckMaskExtents(const Problem& p) {
       {"batch", p.mask_batch, p.batch, 1},
       {"heads", p.mask_heads, p.num_q_heads, 1},
       {"rows", p.mask_rows, p.q_len, row_blocks},
-      {"words of 32 keys", p.mask_width, (p.kv_len + 31) / 32, 1},
+      {"words of 32 keys", p.mask_width, CeilDiv(p.kv_len, 32), 1},
   };
   const bool is_absent = p.mask_batch == 0 && p.mask_heads == 0 && p.mask_rows == 0;
   if (is_absent && p.mask_width == 0) return std::nullopt;

@@ -258,6 +258,7 @@ def test_unknown_operations_and_dtypes_are_refused():
         ({"q_len": 0}, "query length is 0; GPU kernels take 1 to"),
         ({"kv_len": 2**31}, "key length is 2147483648; GPU kernels take 1 to"),
         ({"batch": 2**62}, r"extents of each array should multiply to 2\^50 at most"),
+        ({"kv_len": 2**63 - 1}, r"extents of each array should multiply to 2\^50 at most"),
         ({"num_q_heads": 7}, r"query heads \(7\) should be a multiple of key/value heads \(2\)"),
         ({"num_sequences": 5}, "number of sequences should be the batch, 2, but is 5"),
         ({"scale": float("nan")}, "scale should be finite, but is nan"),
