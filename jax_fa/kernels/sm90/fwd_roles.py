@@ -11,6 +11,7 @@ from cutlass.pipeline import PipelineConsumer, PipelineProducer
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import (
     edges,
+    fragment_bias,
     fragment_softmax,
     fragments,
     loads,
@@ -32,7 +33,6 @@ from jax_fa.kernels.fragment_rows import (
     rows_of_thread,
     store_part,
 )
-from jax_fa.kernels.sm90 import fragment_bias
 from jax_fa.kernels.sm90.fwd_work import (
     ForwardConsumer,
     ForwardContext,
