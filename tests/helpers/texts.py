@@ -57,14 +57,14 @@ def order(name: str) -> tuple[str, ...]:
     return tuple(x.replace("bf16", "f16") for x in _ORDERED.findall(text(name)))
 
 
-_SAME_SOURCE = {"sm110": "sm100", "sm120": "sm80"}
+SAME_SOURCE = {"sm110": "sm100", "sm120": "sm80"}
 """Families compiled from the sources of another."""
 
 
 def _relatives(variant: Variant) -> list[Variant]:
     """Distinct compiled variants of the same source: for bfloat16, for another family, or both."""
     name = variant.name
-    elsewhere = name.replace(variant.arch, _SAME_SOURCE.get(variant.arch, variant.arch))
+    elsewhere = name.replace(variant.arch, SAME_SOURCE.get(variant.arch, variant.arch))
     names = (name.replace("_fp16_", "_bf16_"), elsewhere, elsewhere.replace("fp16", "bf16"))
     there = (BY_NAME[other] for other in names if other in bindings.compiled() - {name})
     return [other for other in there if is_distinct(other)]

@@ -13,7 +13,13 @@ import pytest
 from helpers.cases import CASES
 from helpers.harness import attend, data, run, wanted
 from helpers.oracle import Results, assert_close
-from helpers.texts import assert_launched, assert_launched_like_proxy, proxy, resembled
+from helpers.texts import (
+    SAME_SOURCE,
+    assert_launched,
+    assert_launched_like_proxy,
+    proxy,
+    resembled,
+)
 
 from jax_fa.runtime import bindings
 from jax_fa.runtime.dispatch import Emulation
@@ -82,7 +88,7 @@ def is_chosen(kernel, case):
     """Whether a kernel runs a case."""
     if resembled(kernel) is None:
         return True
-    third = (kernel.key.dtype == "float16") + 2 * (kernel.arch in ("sm110", "sm120"))
+    third = (kernel.key.dtype == "float16") + 2 * (kernel.arch in SAME_SOURCE)
     return CASES.index(case) % RESEMBLING == third % RESEMBLING
 
 
