@@ -19,7 +19,8 @@ const char* Name(DType dtype) {
 
 std::string ToString(const Takes& takes) {
   return std::string(Name(takes.dtype)) + ", D = " + std::to_string(takes.head_dim) +
-         ", Dv = " + std::to_string(takes.value_dim) + (takes.is_split ? ", split keys" : "") +
+         ", Dv = " + std::to_string(takes.value_dim) +
+         (takes.parts == Parts::kSeveral ? ", split keys" : "") +
          (takes.has_bias ? ", a bias" : "");
 }
 
@@ -68,9 +69,10 @@ Lookup FindVariant(const char* operation, const char* family, std::string_view k
 
 std::optional<std::string> Mismatch(const Variant& variant, const Problem& p) {
   const Takes& takes = variant.takes;
-  const Takes got{p.dtype, p.head_dim, p.value_dim, p.num_splits > 1, p.bias_bytes > 0};
+  const Parts parts = p.num_splits > 1 ? Parts::kSeveral : Parts::kOne;
+  const Takes got{p.dtype, p.head_dim, p.value_dim, parts, p.bias_bytes > 0};
   if (takes.dtype == got.dtype && takes.head_dim == got.head_dim &&
-      takes.value_dim == got.value_dim && takes.is_split == got.is_split &&
+      takes.value_dim == got.value_dim && (takes.parts == parts || takes.parts == Parts::kAny) &&
       takes.has_bias == got.has_bias) {
     return std::nullopt;
   }

@@ -18,13 +18,16 @@
 
 namespace jax_fa {
 
+// Parts into which a forward may split the keys of a query tile.
+enum class Parts { kOne, kSeveral, kAny };
+
 // Constants that a variant was compiled with and cannot check: with other values it would access
 // memory outside its arrays.
 struct Takes {
   DType dtype;
   int64_t head_dim;
   int64_t value_dim;
-  bool is_split;  // of forwards: several CTAs share the keys of a query tile
+  Parts parts;
   bool has_bias;
 };
 

@@ -13,13 +13,15 @@ namespace {
 
 Object Named(const char* name) { return {name, nullptr, nullptr, nullptr, nullptr, 0}; }
 
-constexpr Takes kPlain{DType::kBF16, 128, 128, false, false};
-constexpr Takes kSplit{DType::kBF16, 128, 128, true, false};
+constexpr Takes kPlain{DType::kBF16, 128, 128, Parts::kOne, false};
+constexpr Takes kSplit{DType::kBF16, 128, 128, Parts::kSeveral, false};
+constexpr Takes kFew{DType::kBF16, 128, 128, Parts::kAny, false};
 
 const Variant variants[] = {
     {kPlain, Named("fwd_sm90_bf16_d128_full")},
     {kSplit, Named("fwd_sm90_bf16_d128_general_split")},
     {kPlain, Named("bwd_sm90_bf16_d128_full")},
+    {kFew, Named("fwd_sm90_bf16_d128_general_few")},
 };
 constexpr Capability capabilities[] = {
     {90, "fwd", "sm90"},   {90, "bwd", "sm90"},   {100, "fwd", "sm100"},
@@ -29,7 +31,7 @@ constexpr Capability capabilities[] = {
 }  // namespace
 
 const Table& KernelTable() {
-  static const Table table{variants, 3, capabilities, 6};
+  static const Table table{variants, 4, capabilities, 6};
   return table;
 }
 
@@ -59,7 +61,7 @@ void CapabilityAndOperationDecideTheFamily() {
 
 void ComplaintsSayWhatToDo() {
   const std::string missing = FindVariant("fwd", "sm90", "bf16_d80_full").complaint;
-  Check(missing.find("fwd_sm90_bf16_d80_full, which is not among the 3 of this build. Lower it "
+  Check(missing.find("fwd_sm90_bf16_d80_full, which is not among the 4 of this build. Lower it "
                      "again") != std::string::npos,
         missing.c_str());
   const std::string older = FindVariant("fwd", "sm90", "").complaint;
@@ -76,12 +78,14 @@ void AVariantTakesWhatItWasCompiledFor() {
   Check(!Mismatch(variants[0], problem), "one part is none");
   problem.num_splits = 2;
   Check(!Mismatch(variants[1], problem), "split keys");
+  Check(!Mismatch(variants[3], problem), "keys that may be split");
   Check(Mismatch(variants[0], problem) ==
             "fwd_sm90_bf16_d128_full takes bfloat16, D = 128, Dv = 128, but is called with "
             "bfloat16, D = 128, Dv = 128, split keys",
         "splits it does not take");
   problem.num_splits = 0;
   Check(Mismatch(variants[1], problem).has_value(), "splits it needs");
+  Check(!Mismatch(variants[3], problem), "splits it does not need");
   for (int64_t Problem::* const field : {&Problem::head_dim, &Problem::value_dim}) {
     Problem other = problem;
     other.*field = 64;

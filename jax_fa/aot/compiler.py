@@ -134,7 +134,7 @@ def sources(variant: Variant) -> list[Path]:
     The module of its entry, what makes the arguments that it is compiled with, and imports of both.
     """
     found: set[Path] = set()
-    entry = _PACKAGE / "kernels" / variant.kernels / f"{variant.operation}.py"
+    entry = _PACKAGE.joinpath("kernels", *variant.module.split(".")).with_suffix(".py")
     pending = {entry, _PACKAGE / "aot" / "stand_ins.py"}
     while pending:
         path = pending.pop()
@@ -193,7 +193,7 @@ def compile_variant(jobs: Sequence[Job]) -> None:
     _preload_runtime()
     variant = jobs[0].variant
     start = time.perf_counter()
-    module = importlib.import_module(f"jax_fa.kernels.{variant.kernels}.{variant.operation}")
+    module = importlib.import_module(f"jax_fa.kernels.{variant.module}")
     chosen = choose_config(variant)
     entry = module.make_entry(variant.key, chosen)
     arguments = stand_ins(variant.operation, variant.key.dtype)

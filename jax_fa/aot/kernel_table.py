@@ -97,8 +97,9 @@ def _variants(rows: Sequence[Row]) -> str:
     for row in rows:
         name, key = row.variant.name, row.variant.key
         dims = f"{_DTYPES[key.dtype]}, {key.head_dim}, {key.value_dim}"
-        flags = f"{key.is_split}, {key.has_bias}".lower()
-        lines.append(f"    {{{{{dims}, {flags}}},")
+        parts = "kAny" if key.is_few else "kSeveral" if key.is_split else "kOne"
+        has_bias = str(key.has_bias).lower()
+        lines.append(f"    {{{{{dims}, Parts::{parts}, {has_bias}}},")
         functions = ", ".join(_object_functions(row))
         lines.append(f'     {{"{name}", {functions}, {name}_kernels, {len(row.kernels)}}},')
         lines.append(f'     "{row.ptx_sha256}"}},')

@@ -219,7 +219,7 @@ def check(plan: Plan) -> None:
     warps = sorted(warp for role in plan.roles for warp in role.warps)
     if warps != list(range(len(warps))):
         raise PlanError(f"warps are no partition of 0..{len(warps) - 1}: {warps}")
-    if len(warps) % WARPS_PER_GROUP:
+    if len(plan.roles) > 1 and len(warps) % WARPS_PER_GROUP:
         raise PlanError(f"setmaxnreg works on warpgroups, not on {len(warps)} warps")
     _check_registers(plan)
     if plan.smem_bytes > SMEM_CAPACITY_BYTES:

@@ -239,6 +239,8 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
         mask = dense_mask.of_call(
             mask_words, mask_map, mask_batch, mask_heads, mask_rows, mask_width, q_len
         )
+        if const_expr(key.is_split):
+            num_splits = cutlass.max(num_splits, 1)
         scale_log2 = (soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E
         added = None
         if const_expr(key.has_bias):
@@ -279,6 +281,7 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
         if const_expr(key.is_split):
             parts, whole = combine.Pointers(out_parts, lse_parts), combine.Pointers(out, lse)
             rows = batch * q_len * num_q_heads
-            combine.merge(parts, whole, rows, key.value_dim, num_splits, stream)
+            if num_splits > 1:
+                combine.merge(parts, whole, rows, key.value_dim, num_splits, stream)
 
     return forward

@@ -289,7 +289,8 @@ def _find_segment_keys(
 def row_of_tile(variant: Variant, x: Any, work: Work, row: Int32) -> tiles.RowAt:
     """What row ``row`` of a tile is about."""
     if variant.config.packs_heads:
-        return tiles.row_at(x.packing, work.tile, work.span.first_row, row)
+        granule = variant.config.granule
+        return tiles.row_at(x.packing, work.tile, work.span.first_row, row, granule)
     return tiles.RowAt(work.span.first_row + row, work.tile.head, Boolean(True))
 
 

@@ -246,10 +246,12 @@ class RowAt(NamedTuple):
     is_there: Boolean  # false for rows of neighbouring tiles
 
 
-def row_at(packing: Packing, tile: Tile, first_position: Int32, row: Int32) -> RowAt:
-    """What row ``row`` of a tile, whose first position is given, is about."""
-    granule = row // GRANULE
-    offset = granule // packing.heads * GRANULE + row % GRANULE
+def row_at(
+    packing: Packing, tile: Tile, first_position: Int32, row: Int32, rows: int = GRANULE
+) -> RowAt:
+    """What row ``row`` of a tile is about, whose first position and rows of a granule are given."""
+    granule = row // rows
+    offset = granule // packing.heads * rows + row % rows
     in_group = tile.head % packing.units * packing.heads + granule % packing.heads
     return RowAt(
         first_position + offset,

@@ -172,18 +172,16 @@ def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel
         operation: what is computed.
     """
     archs = _archs(target)
+    keys = variants.serving(problem, operation)
     kernels = [
-        Kernel(
-            variants.stem(key),
-            variants.kv_splits(problem) if key.is_split else 1,
-            (key.head_dim, key.value_dim),
-        )
-        for key in variants.serving(problem, operation)
+        Kernel(variants.stem(key), variants.num_parts(problem, key), (key.head_dim, key.value_dim))
+        for key in keys
     ]
     for kernel in kernels:
         if {_name(operation, arch, kernel.stem) for arch in archs} <= target.compiled:
             return kernel
-    return next((kernel for kernel in kernels if kernel.num_splits == 1), Kernel())
+    whole = (kernel for key, kernel in zip(keys, kernels, strict=True) if not key.is_split)
+    return next(whole, Kernel())
 
 
 def _remedy(target: Target) -> str:

@@ -81,6 +81,7 @@ class Arch:
         products: its GPUs; the first stands for the family.
         dbias: the same for the gradient of a bias. For its heads there are forward and backward
             kernels that read a bias, too.
+        few: heads for which there are forward kernels for few queries, too.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Arch:
     rates: Rates
     products: tuple[Product, ...]
     dbias: Kernels | str = NO_KERNELS
+    few: tuple[tuple[int, int], ...] = ()
 
     def owner(self, operation: Operation) -> Arch:
         """The family whose kernels of an operation these GPUs run: mostly this one."""
@@ -129,6 +131,7 @@ ARCHS: tuple[Arch, ...] = (
             Product("H200", 132, 1.83e9, 4.8e12, _CLOCK),
         ),
         dbias=Kernels(_HEADS),
+        few=_HEADS,
     ),
     Arch(
         name="sm100",
@@ -184,6 +187,7 @@ ARCHS: tuple[Arch, ...] = (
             Product("L4", 58, 2.04e9, 300e9, _CLOCK, _MMA_SYNC_HALF),
             Product("RTX 4090", 128, 2.52e9, 1.008e12, rates=_MMA_SYNC_QUARTER),
         ),
+        few=_HEADS,
     ),
     Arch(
         name="sm120",
@@ -195,6 +199,7 @@ ARCHS: tuple[Arch, ...] = (
         mma="mma.sync",
         rates=_MMA_SYNC_QUARTER,
         products=(Product("RTX 5090", 170, 2.407e9, 1.792e12),),
+        few=_HEADS,
     ),
 )
 """Thor: 20 SMs, and 2070 TFLOP/s of sparse 4-bit products; an eighth of that is dense 16-bit, which

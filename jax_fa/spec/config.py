@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from jax_fa.spec.arch import Arch, Operation, arch_of_target
 from jax_fa.spec.config_mma_sync import (
+    FewQueries,
     MmaSyncBackward,
     MmaSyncForward,
+    few_queries,
     mma_sync_backward,
     mma_sync_forward,
 )
@@ -21,7 +23,7 @@ from jax_fa.spec.config_sm100 import (
 )
 from jax_fa.spec.key import KernelKey
 
-ForwardConfig = MmaSyncForward | HopperForward | BlackwellForward
+ForwardConfig = FewQueries | MmaSyncForward | HopperForward | BlackwellForward
 BackwardConfig = MmaSyncBackward | HopperBackward | BlackwellBackward
 
 
@@ -48,7 +50,8 @@ def choose_forward(key: KernelKey) -> ForwardConfig:
     Raises:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
-    return _FORWARDS[_arch_of(key, "fwd").folder](key)
+    arch = _arch_of(key, "fwd")
+    return few_queries(key) if key.is_few else _FORWARDS[arch.folder](key)
 
 
 def choose_backward(key: KernelKey) -> BackwardConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jax_fa.spec.division import GRANULE
 from jax_fa.spec.key import KernelKey
 
 WARP_ROWS = 16
@@ -40,6 +41,11 @@ class MmaSyncForward:
     def block_q(self) -> int:
         """Query rows of one tile."""
         return WARP_ROWS * self.warps * self.row_tiles
+
+    @property
+    def granule(self) -> int:
+        """Rows of a head that stay together where heads share a tile."""
+        return GRANULE
 
     @property
     def is_persistent(self) -> bool:
@@ -82,6 +88,63 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
         packs_heads=packs_heads,
         opt_level=1 if is_general and is_small else 3,
     )
+
+
+@dataclass(frozen=True)
+class FewQueries:
+    """A forward kernel's tile and resources, for few query rows.
+
+    Attributes:
+        block_kv: keys per step, which the warps share.
+        warps: of a CTA.
+        stages: blocks of keys and values that shared memory holds.
+        q_in_registers: query fragments stay in registers; else each step reads them again.
+    """
+
+    block_kv: int
+    warps: int = 4
+    stages: int = 2
+    q_in_registers: bool = True
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one tile."""
+        return WARP_ROWS
+
+    @property
+    def own_keys(self) -> int:
+        """Keys of a block that are a warp's."""
+        return self.block_kv // self.warps
+
+    @property
+    def packs_heads(self) -> bool:
+        """Query heads of a group share tiles (``Packing``)."""
+        return True
+
+    @property
+    def granule(self) -> int:
+        """Rows of a head that stay together where heads share a tile: threads copy single rows."""
+        return 1
+
+    @property
+    def is_persistent(self) -> bool:
+        """A CTA works on one tile."""
+        return False
+
+
+def few_queries(key: KernelKey) -> FewQueries:
+    """The configuration for few query rows.
+
+    Of 4.8 TB/s, an SM of an H200 has 36 KB a microsecond, about what a load takes to arrive: so
+    much and more has to be on its way. Blocks of 32 KB (24 with D = 96, 40 with 192/128), one of
+    which is loaded while the other is multiplied, leave room for two or three CTAs in 227 KB. With
+    D = 256, two warps have 16 keys each.
+    """
+    if key.head_dim <= 64:
+        return FewQueries(128)
+    if key.head_dim <= 192:
+        return FewQueries(64)
+    return FewQueries(32, warps=2, q_in_registers=False)
 
 
 SWEEP_WORDS = 20

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_fa.spec.arch import arch_of_target
+from jax_fa.spec.division import GRANULE
 from jax_fa.spec.key import KernelKey
 
 # Cycles per 128 x 128 block and SM at 16 exponentials, 8192 flops and 128 lane instructions a
@@ -116,6 +117,11 @@ class BlackwellBackward:
     block_kv: int = 128
     sweeps: int = 1
     ctas: int = 1
+
+    @property
+    def granule(self) -> int:
+        """Rows of a head that stay together where heads share a tile."""
+        return GRANULE
 
     @property
     def staged(self) -> tuple[Literal["ds", "dq", "exchange"], ...]:

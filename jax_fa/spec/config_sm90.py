@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jax_fa.spec.division import GRANULE
 from jax_fa.spec.key import KernelKey
 
 
@@ -39,6 +40,11 @@ class HopperForward:
     def block_q(self) -> int:
         """Query rows of one tile."""
         return 64 * self.num_consumers
+
+    @property
+    def granule(self) -> int:
+        """Rows of a head that stay together where heads share a tile."""
+        return GRANULE
 
     @property
     def q_stages(self) -> int:

@@ -24,7 +24,7 @@ class Packing(NamedTuple):
 
     Attributes:
         heads: query heads with rows in one tile; 1 if none are packed.
-        positions: query positions of a tile, a multiple of ``GRANULE``.
+        positions: query positions of a tile, a multiple of its granule.
         units: tiles by which a group covers these positions; the order counts them as its heads.
         group: query heads per key/value head.
     """
@@ -35,12 +35,12 @@ class Packing(NamedTuple):
     group: Any
 
 
-def packing(block_q: int, group: Any) -> Packing:
-    """How the most heads of a group share tiles of ``block_q`` rows."""
-    granules = block_q // GRANULE
+def packing(block_q: int, group: Any, granule: int = GRANULE) -> Packing:
+    """How the most heads of a group share tiles of ``block_q`` rows, so many of a head together."""
+    granules = block_q // granule
     units = ceil_div(group, granules)
     heads = ceil_div(group, units)
-    return Packing(heads, granules // heads * GRANULE, units, group)
+    return Packing(heads, granules // heads * granule, units, group)
 
 
 def packing_pays(packed_tiles: Any, plain_tiles: Any) -> Any:

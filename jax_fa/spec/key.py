@@ -22,7 +22,8 @@ class KernelKey:
         value_dim: Dv, of value and output.
         mask: mask class.
         has_soft_cap: logits are bounded by a soft cap.
-        is_split: several CTAs share the keys of a query tile (``variants.kv_splits``).
+        is_split: several CTAs may share the keys of a query tile (``variants.kv_splits``).
+        is_few: query rows are few, so that warps of a CTA share the keys, too.
         has_bias: a bias is added to the logits; a soft cap is then a run-time value, 0 for none.
     """
 
@@ -33,4 +34,5 @@ class KernelKey:
     mask: MaskClass
     has_soft_cap: bool = False
     is_split: bool = False
+    is_few: bool = False
     has_bias: bool = False

@@ -45,7 +45,12 @@ class Variant:
     @property
     def kernels(self) -> str:
         """Directory under ``kernels/`` that it is made of."""
-        return arch_named(self.arch).folder
+        return "mma_sync" if self.key.is_few else arch_named(self.arch).folder
+
+    @property
+    def module(self) -> str:
+        """Its module in ``kernels/``, which makes its host entry."""
+        return f"{self.kernels}.{'few' if self.key.is_few else self.operation}"
 
     @property
     def name(self) -> str:
@@ -56,7 +61,7 @@ class Variant:
 def stem(key: KernelKey) -> str:
     """What the names of a kernel's variants have in common, whatever the family and operation."""
     cap = "_cap" if key.has_soft_cap else ""
-    split = "_split" if key.is_split else ""
+    split = "_few" if key.is_few else "_split" if key.is_split else ""
     bias = "_bias" if key.has_bias else ""
     dims = _dims(key.head_dim, key.value_dim)
     return f"{SHORT_DTYPES[key.dtype]}_{dims}_{key.mask}{cap}{split}{bias}"
@@ -80,6 +85,7 @@ def _enumerate() -> Iterator[Variant]:
     masks: list[dict[str, Any]] = [{"mask": mask} for mask in MASK_CLASSES]
     masks.append({"mask": "general", "has_soft_cap": True})
     split: dict[str, Any] = {"mask": "general", "is_split": True}
+    few: dict[str, Any] = {**split, "is_few": True}
     bias: dict[str, Any] = {"mask": "general", "has_bias": True}
     for arch in ARCHS:
         for operation in OPERATIONS:
@@ -89,6 +95,8 @@ def _enumerate() -> Iterator[Variant]:
             for dtype in SHORT_DTYPES:
                 for heads in arch.kernels(operation).heads:
                     biased = [bias] if heads in arch.kernels("dbias").heads else []
+                    if operation == "fwd" and heads in arch.few:
+                        biased = [few, *biased]
                     for fields in (*unbiased, *biased):
                         yield Variant(
                             operation, arch.name, KernelKey(arch.target, dtype, *heads, **fields)
@@ -186,6 +194,38 @@ def kv_splits(problem: Problem) -> int:
     return max(parts, 2) if blocks > 1 and 3 * shared <= 2 * plain * blocks else parts
 
 
+FEW_ROWS = 16
+"""Query rows per tile of kernels for few queries."""
+
+FEW_CTAS = 3 * RESIDENT_CTAS
+"""Of these kernels so many run at a time: an SM holds three."""
+
+FEW_KEYS = 256
+"""Keys that a part has at least where they split them."""
+
+
+def few_tiles(problem: Problem) -> int:
+    """Tiles of a kernel for few queries."""
+    sharing = packing(FEW_ROWS, max(problem.group, 1), 1)
+    return _q_tiles(problem, sharing.positions, sharing.units)
+
+
+def has_few_queries(problem: Problem) -> bool:
+    """Whether a kernel for few queries is the fastest.
+
+    A block of keys takes it as long as it takes the others, since memory sets the pace of both, and
+    its tiles begin and end sooner. So it is, where it has no more tiles.
+    """
+    return few_tiles(problem) <= _q_tiles(problem, SPLIT_ROWS, problem.group)
+
+
+def few_parts(problem: Problem) -> int:
+    """Parts into which a kernel for few queries is to split the keys of its tiles."""
+    p = problem
+    kv_len = p.kv_len * p.batch // max(p.num_sequences, 1)
+    return max(min(FEW_CTAS // max(few_tiles(p), 1), kv_len // FEW_KEYS, RESIDENT_CTAS), 1)
+
+
 def _q_tiles(problem: Problem, positions: int, units: int) -> int:
     """Tiles of all sequences and key/value heads, each of which has ``units`` by ``positions``."""
     p = problem
@@ -193,6 +233,13 @@ def _q_tiles(problem: Problem, positions: int, units: int) -> int:
     if p.is_packed:
         blocks = ceil_div(p.batch * p.q_len, positions) + p.num_sequences - p.batch
     return blocks * p.num_kv_heads * units
+
+
+def num_parts(problem: Problem, key: KernelKey) -> int:
+    """Parts into which a forward for ``key`` is to split the keys of ``problem``."""
+    if key.is_few:
+        return few_parts(problem)
+    return kv_splits(problem) if key.is_split else 1
 
 
 def _is_empty(problem: Problem) -> bool:
@@ -225,8 +272,12 @@ def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
     for heads in heads_for(problem, operation):
         mask = mask_class(problem)
         key = KernelKey("", problem.dtype, *heads, mask, has_soft_cap, has_bias=has_bias)
-        if operation == "fwd" and kv_splits(problem) > 1 and not has_bias:
-            keys.append(replace(key, mask="general", is_split=True))
+        if operation == "fwd" and not has_bias:
+            split = replace(key, mask="general", is_split=True)
+            if has_few_queries(problem):
+                keys.append(replace(split, is_few=True))
+            if kv_splits(problem) > 1:
+                keys.append(split)
         keys.append(key)
     return keys
 

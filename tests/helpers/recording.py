@@ -96,7 +96,8 @@ def build(folder: Path, module: str, key: KernelKey, config: Any) -> Built:
     kernels = importlib.import_module(f"jax_fa.kernels.{module}")
     entry = kernels.make_entry(key, config)
     options = f"{compiler.options_of(key, config)} --dump-dir {folder}"
-    arguments = stand_ins(module.split(".")[1], key.dtype)
+    operation = "fwd" if key.is_few else module.split(".")[1]
+    arguments = stand_ins(operation, key.dtype)
     cute.compile(entry, *arguments, options=options).export_to_c(str(folder), "k", "k")
     return _linked(folder, "k")
 

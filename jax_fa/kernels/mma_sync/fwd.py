@@ -327,7 +327,8 @@ def to_probabilities(
         if const_expr(masked == "maybe"):
             if hides:
                 mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
-        shrink = fragment_softmax.update(one.scores, one.state, x.scalars.scale_log2, SLACK_LOG2)
+        scale_log2 = x.scalars.scale_log2
+        shrink = fragment_softmax.update(one.scores, one.state, scale_log2, slack_log2=SLACK_LOG2)
         shrinking = shrinking | (shrink[0] != 1.0) | (shrink[1] != 1.0)
         shrinks.append(shrink)
     # A warp at a time; with the slack, few blocks but the first of a tile.
@@ -352,22 +353,12 @@ def multiply_pv(
     lane = products.thread_index() % edges.WARP
     values = x.smem.v + stage * tile.size_bytes + products.by_rows(tile, lane)
     for k in cutlass.range_constexpr(0, config.block_kv, products.DEPTH):
-        a = [probabilities(variant, one, k) for one in rows]
+        a = [products.rounded_operand(one.scores, k, variant.dtype) for one in rows]
         for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):
             b = products.fetch(tile.beside(values, n) + k * tile.width, is_transposed=True)
             for i in cutlass.range_constexpr(len(rows)):
                 group = n // products.COLUMNS
                 products.multiply(rows[i].out, group, a[i], b, variant.dtype)
-
-
-def probabilities(variant: Variant, rows: RowTile, column: int) -> products.Four:
-    """The probabilities of 16 keys, rounded, as an A operand."""
-    p, first = rows.scores, column // products.COLUMNS * 4
-    pairs = (
-        primitives.narrow_pair(p[first + 2 * i], p[first + 2 * i + 1], variant.dtype)
-        for i in range(4)
-    )
-    return products.Four(*pairs)
 
 
 @cute.jit

@@ -79,6 +79,15 @@ def multiply(acc: cute.Tensor, group: int, a: Four, b: Four, dtype: type) -> Non
             acc[first + i] = sums[i]
 
 
+def rounded_operand(acc: cute.Tensor, column: int, dtype: type) -> Four:
+    """16 columns of an accumulator, from ``column`` on, rounded, as an A operand."""
+    first = column // COLUMNS * 4
+    pairs = (
+        primitives.narrow_pair(acc[first + 2 * i], acc[first + 2 * i + 1], dtype) for i in range(4)
+    )
+    return Four(*pairs)
+
+
 def one_if_any(condition: Boolean) -> Int32:
     """1 if ``condition`` holds in any lane of the warp, else 0, which the compiler cannot tell."""
     lanes = cute.arch.vote_ballot_sync(condition)
