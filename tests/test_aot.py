@@ -43,8 +43,8 @@ def test_names_are_unique_identifiers():
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_an_architecture_has_fewer_than_130_variants(arch):
-    assert 0 < len(variants.of_families([arch.name])) < 130
+def test_an_architecture_has_at_most_130_variants(arch):
+    assert 0 < len(variants.of_families([arch.name])) <= 130
 
 
 def test_every_capability_belongs_to_one_architecture():
@@ -133,7 +133,8 @@ def test_a_build_of_some_kernels_is_for_those_that_run_them():
         (problem(head_dim=1, value_dim=129), "fwd_sm90_bf16_d256_full"),
         (problem(head_dim=256, value_dim=8), "fwd_sm90_bf16_d256_full"),
         (problem(head_dim=80, is_packed=True), "fwd_sm90_bf16_d128_general"),
-        (problem(head_dim=40, q_len=1, value_dim=24), "fwd_sm90_bf16_d64_general_split"),
+        (problem(head_dim=40, q_len=1, value_dim=24), "fwd_sm90_bf16_d64_general_few"),
+        (problem(head_dim=40, q_len=20, value_dim=24), "fwd_sm90_bf16_d64_general_split"),
         (problem(has_sinks=True), "fwd_sm90_bf16_d128_full"),
         (problem(Band(is_causal=True)), "fwd_sm90_bf16_d128_causal"),
         (problem(Band(right=0)), "fwd_sm90_bf16_d128_causal"),
@@ -204,6 +205,7 @@ def test_globs_restrict_the_variants():
         "fwd_sm90_bf16_d128_general",
         "fwd_sm90_bf16_d128_general_cap",
         "fwd_sm90_bf16_d128_general_split",
+        "fwd_sm90_bf16_d128_general_few",
         "fwd_sm90_bf16_d128_general_bias",
         "fwd_sm90_fp16_d64_full",
     ]

@@ -45,30 +45,28 @@ def problem_for(variant, **fields):
         key.dtype, 2, 2, 1000, 1500, 8, 2, key.head_dim, key.value_dim, semantics=semantics
     )
     if key.is_split:
-        base = replace(base, q_len=1)
-        assert variants.kv_splits(base) > 1
+        base = replace(base, q_len=1 if key.is_few else 20)
+        assert variants.num_parts(base, key) > 1
     if key.has_bias:
         extents = {"bias_batch": 2, "bias_heads": 8, "bias_rows": 1, "bias_keys": 1}
         base = replace(base, bias_bytes=4, **extents)
     return replace(base, **fields)
 
 
-def arrays_of(problem, operation):
+def arrays_of(problem, operation, num_splits):
     """The arrays of a call that may not be absent, a cotangent of the LSE, and the bias if any."""
     own, wanted = schema.OPERATIONS[operation], {"dlse"}
     if problem.has_bias:
         wanted |= {"bias", "dbias"}
-    is_split = operation == "fwd" and variants.kv_splits(problem) > 1
-    scratch = own.scratch if is_split or not own.may_lack_scratch else ()
+    scratch = own.scratch if num_splits > 1 or not own.may_lack_scratch else ()
     given = (*own.operands, *own.results, *scratch)
     return [x.name for x in given if not x.is_optional or x.name in wanted]
 
 
-def call_for(problem, operation="fwd"):
+def call_for(problem, operation="fwd", num_splits=1):
     """The fields of an operation's parameters for ``problem``, at addresses that nothing reads."""
     semantics = problem.semantics
-    splits = variants.kv_splits(problem) if operation == "fwd" else 1
-    scratch = {"num_splits": splits} if splits > 1 else {}
+    scratch = {"num_splits": num_splits} if num_splits > 1 else {}
     return {
         "dtype": problem.dtype,
         **{extent.name: getattr(problem, extent.name) for extent in schema.EXTENTS},
@@ -78,13 +76,14 @@ def call_for(problem, operation="fwd"):
         "window_right": semantics.band.right_bound,
         "bottom_right": semantics.band.alignment == "bottom_right",
         "deterministic": semantics.deterministic,
-        **{name: ADDRESSES[name] for name in arrays_of(problem, operation)},
+        **{name: ADDRESSES[name] for name in arrays_of(problem, operation, num_splits)},
         **scratch,
     }
 
 
 def record(variant, **changes):
-    call = call_for(problem_for(variant), variant.operation)
+    problem = problem_for(variant)
+    call = call_for(problem, variant.operation, variants.num_parts(problem, variant.key))
     call = {**call, "kernel": variants.stem(variant.key), **changes}
     return _jax_fa.record(variant.operation, capability(variant), call)
 

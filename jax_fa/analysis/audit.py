@@ -45,6 +45,7 @@ MMA_DEPTH = 16
 """Of one tensor core instruction for 16-bit elements."""
 _PLANS = {
     "fwd": ("plan", "forward_plan"),
+    "few": ("plan_few", "few_plan"),
     "bwd": ("plan_bwd", "backward_plan"),
     "dbias": ("plan_dbias", "dbias_plan"),
 }
@@ -194,7 +195,7 @@ def plan_of(variant: Variant) -> Plan:
     Raises:
         PlanError: it contradicts itself or the hardware.
     """
-    module, function = _PLANS[variant.operation]
+    module, function = _PLANS["few" if variant.key.is_few else variant.operation]
     plans = importlib.import_module(f"jax_fa.kernels.{variant.kernels}.{module}")
     return getattr(plans, function)(variant.key, choose_config(variant))
 
@@ -223,7 +224,7 @@ def cycles_of(variant: Variant, gpu: roofline.Gpu) -> roofline.Cycles:
 
 def expectation(variant: Variant) -> _Expectation:
     """The requirements on the machine code of ``variant``."""
-    mma = arch_named(variant.arch).mma
+    mma = "mma.sync" if variant.key.is_few else arch_named(variant.arch).mma
     # Where keys are split, parts of results go from registers to memory, in float32.
     copies = _IN if variant.key.is_split else _COPIES[variant.operation]
     if mma == "mma.sync":

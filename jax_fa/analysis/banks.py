@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from jax_fa.kernels.mma_sync.plan_few import row_floats
 from jax_fa.kernels.sm100.plan import MMA_ROWS, tiling
-from jax_fa.spec.config_mma_sync import MmaSyncBackward, MmaSyncForward
+from jax_fa.spec.config_mma_sync import FewQueries, MmaSyncBackward, MmaSyncForward
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.config_sm100 import BlackwellBackward, BlackwellForward
@@ -217,6 +218,36 @@ def mma_sync_forward(key: KernelKey, config: MmaSyncForward) -> tuple[Access, ..
     )
 
 
+def mma_sync_few(key: KernelKey, config: FewQueries) -> tuple[Access, ...]:
+    """Accesses of the forward for few queries: ``mma_sync/few.py``."""
+    q, k = _tile(config.block_q, key.head_dim), _tile(config.block_kv, key.head_dim)
+    v = _tile(config.block_kv, key.value_dim)
+    row, of_row = row_floats(key), WARP * config.warps // config.block_q
+    return (
+        *(
+            Access(f"load, {name}", "cp.async", 16, tile, partial(_piece_of_tile, tile))
+            for name, tile in (("k", k), ("v", v))
+        ),
+        Access("products, q", "ldmatrix.x4", 16, q, _matrices_by_rows),
+        Access("products, k", "ldmatrix.x4", 16, k, _matrices_transposed),
+        Access("products, v", "ldmatrix.x4.trans", 16, v, _matrices_by_rows),
+        Access(
+            "sums of a warp",
+            "st.shared.v2",
+            8,
+            None,
+            lambda lane: Element(lane // 4 * row + lane % 4 * 2, 0),
+        ),
+        Access(
+            "sums of all warps",
+            "ld.shared.v4",
+            16,
+            None,
+            lambda lane: Element(lane // of_row * row + lane % of_row * 4, 0),
+        ),
+    )
+
+
 def mma_sync_backward(key: KernelKey, config: MmaSyncBackward) -> tuple[Access, ...]:
     """Accesses of the backward by mma.sync: ``mma_sync/bwd.py``."""
     k, v = _tile(config.block_kv, key.head_dim), _tile(config.block_kv, key.value_dim)
@@ -314,6 +345,7 @@ def blackwell_backward(key: KernelKey, config: BlackwellBackward) -> tuple[Acces
 _CATALOGUE: dict[type, Callable[..., tuple[Access, ...]]] = {
     BlackwellForward: blackwell_forward,
     BlackwellBackward: blackwell_backward,
+    FewQueries: mma_sync_few,
     MmaSyncForward: mma_sync_forward,
     MmaSyncBackward: mma_sync_backward,
     HopperForward: hopper_forward,

@@ -284,10 +284,11 @@ def _summary(group: Sequence[Variant], everything: Sequence[Variant]) -> str:
     return "; ".join(texts)
 
 
+_SPLIT = {False: "split", True: "few"}
 _FIELDS: dict[str, Callable[[Variant], str]] = {
     "kind": lambda v: f"{v.operation} cap" if v.key.has_soft_cap else v.operation,
     "heads": lambda v: "/".join(str(d) for d in dict.fromkeys((v.key.head_dim, v.key.value_dim))),
-    "mask": lambda v: f"{v.key.mask} split" if v.key.is_split else v.key.mask,
+    "mask": lambda v: f"{v.key.mask} {_SPLIT[v.key.is_few]}" if v.key.is_split else v.key.mask,
 }
 
 

@@ -197,8 +197,10 @@ def kv_splits(problem: Problem) -> int:
 FEW_ROWS = 16
 """Query rows per tile of kernels for few queries."""
 
-FEW_CTAS = 3 * RESIDENT_CTAS
-"""Of these kernels so many run at a time: an SM holds three."""
+FEW_CTAS = 2 * RESIDENT_CTAS
+"""CTAs that splitting their keys is to give, two for each SM. With three, whose number did not
+divide evenly, an H200 took longer: 64 + 7 us and 71 + 9 for 65536 keys, 32:8 heads, D = 128, one
+query, merging behind the plus; with one 74 + 4."""
 
 FEW_KEYS = 256
 """Keys that a part has at least where they split them."""

@@ -14,13 +14,14 @@ from jax_fa.analysis import banks
 from jax_fa.emulator import Options
 from jax_fa.emulator.faults import EmulationError
 from jax_fa.kernels.edges import PlanError
-from jax_fa.kernels.mma_sync import plan, plan_bwd
+from jax_fa.kernels.mma_sync import plan, plan_bwd, plan_few
 from jax_fa.kernels.mma_sync.panels import Panels
 from jax_fa.spec.config import choose_backward, choose_forward
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.variants import VARIANTS
 
 KEY = KernelKey("sm_80", "bfloat16", 64, 64, "causal")
+FEW = replace(KEY, mask="general", is_split=True, is_few=True)
 WIDE = replace(KEY, head_dim=256, value_dim=256)
 """Two warps share keys in its backward."""
 OURS = [variant for variant in VARIANTS if variant.kernels == "mma_sync"]
@@ -28,6 +29,8 @@ CASE = Case("growing", q_len=200, kv_len=260, heads=2, kv_heads=1, is_causal=Tru
 """Two tiles of queries; ragged on both sides."""
 WIDE_CASE = replace(CASE, name="wide", q_len=90, kv_len=100, head_dim=256)
 """Two tiles of keys and two blocks of queries."""
+FEW_CASE = Case("few", batch=2, q_len=3, kv_len=600, heads=6, kv_heads=2, kv_lengths=(600, 50))
+"""Several blocks of keys for one sequence; for the other, some warps see none."""
 SCHEDULES = tuple(
     Options(completion, starved=starved, max_segments=400_000)
     for completion, starved in (("lazy", None), ("eager", 0), ("eager", 3), ("random", 1))
@@ -40,6 +43,8 @@ SCHEDULES = tuple(
 
 def plan_of(variant):
     """The checked plan of a variant."""
+    if variant.key.is_few:
+        return plan_few.few_plan(variant.key, choose_forward(variant.key))
     if variant.operation == "fwd":
         return plan.forward_plan(variant.key, choose_forward(variant.key))
     return plan_bwd.backward_plan(variant.key, choose_backward(variant.key))
@@ -93,8 +98,9 @@ def test_pieces_lie_where_the_count_of_bank_conflicts_has_them(columns):
 
 @pytest.fixture(scope="module")
 def faultless(tmp_path_factory):
-    """Both kernels without a fault."""
+    """The kernels without a fault."""
     return {
+        "few": prebuilt(tmp_path_factory.mktemp("e"), "mma_sync.few", FEW, choose_forward(FEW)),
         "fwd": prebuilt(tmp_path_factory.mktemp("f"), "mma_sync.fwd", KEY, choose_forward(KEY)),
         "bwd": prebuilt(tmp_path_factory.mktemp("b"), "mma_sync.bwd", KEY, choose_backward(KEY)),
         "wide": prebuilt(tmp_path_factory.mktemp("w"), "mma_sync.bwd", WIDE, choose_backward(WIDE)),
@@ -111,7 +117,11 @@ def growing():
 def check(operation, built):
     """Asserts that a kernel is right under every schedule."""
     for options in SCHEDULES:
-        if operation != "fwd":
+        if operation == "few":
+            operands = make(FEW_CASE, "bfloat16").operands
+            got = run(built, operands, FEW_CASE.semantics, num_splits=1, seed=1, options=options)
+            assert_close(got, tolerance(operands, FEW_CASE.semantics), "bfloat16")
+        elif operation != "fwd":
             got, wanted, *_ = call(
                 built, WIDE_CASE if operation == "wide" else CASE, options=options
             )
@@ -179,7 +189,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("operation", ["fwd", "bwd", "wide"])
+@pytest.mark.parametrize("operation", ["few", "fwd", "bwd", "wide"])
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @needs_dsl
 @needs_compiler

@@ -54,15 +54,16 @@ def case_for(variant):
     key = variant.key
     if key.is_split:
         # As many keys as it takes for two parts.
+        least = variants.FEW_KEYS if key.is_few else variants.SPLIT_KEYS
         return Case(
-            "schedules of split keys",
-            q_len=2,
-            kv_len=2 * variants.SPLIT_KEYS,
+            "schedules of few queries" if key.is_few else "schedules of split keys",
+            q_len=2 if key.is_few else 17,
+            kv_len=2 * least,
             heads=1,
             kv_heads=1,
             head_dim=key.head_dim,
             value_dim=key.value_dim,
-            kv_lengths=(2 * variants.SPLIT_KEYS - 10,),
+            kv_lengths=(2 * least - 10,),
         )
     is_pair = variant.operation == "bwd" and getattr(choose_backward(key), "ctas", 1) == 2
     q_len, kv_len = LENGTHS_OF_PAIR if is_pair else LENGTHS

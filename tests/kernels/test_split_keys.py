@@ -106,6 +106,41 @@ def test_scratch_holds_one_result_for_each_part_and_none_without():
     assert shapes["lse_parts"] == ((5, 2, 1, 8), "float32")
 
 
+# -------------------------------------------------------------------------------------- few queries
+
+
+@pytest.mark.parametrize(
+    ("fields", "tiles"),
+    [
+        ({}, 4),
+        ({"q_len": 4}, 4),
+        ({"q_len": 5}, 8),
+        ({"num_q_heads": 40, "num_kv_heads": 2}, 8),
+        ({"num_q_heads": 2, "q_len": 16}, 4),
+        ({"batch": 1, "q_len": 6, "is_packed": True}, 2 * 3),
+    ],
+    ids=str,
+)
+def test_sixteen_rows_of_all_heads_that_share_keys_are_a_tile(fields, tiles):
+    assert variants.few_tiles(replace(DECODE, **fields)) == tiles
+
+
+def test_queries_are_few_where_their_tiles_are_no_more_than_those_of_other_kernels():
+    for heads in (2, 8, 16, 32):
+        group = {"num_q_heads": heads}
+        assert all(variants.has_few_queries(replace(DECODE, q_len=t, **group)) for t in (1, 7, 16))
+        assert not variants.has_few_queries(replace(DECODE, q_len=17, **group))
+
+
+def test_keys_of_few_queries_are_split_until_two_tiles_run_on_each_multiprocessor():
+    for batch, parts in ((1, 64), (2, 64), (16, 8), (64, 2), (66, 2), (67, 1), (400, 1)):
+        problem = replace(DECODE, batch=batch, num_sequences=batch)
+        assert variants.few_parts(problem) == parts
+    assert variants.few_parts(replace(DECODE, kv_len=2 * variants.FEW_KEYS - 1)) == 1
+    most = replace(DECODE, batch=1, num_sequences=1, num_kv_heads=1, kv_len=LONG)
+    assert variants.few_parts(most) == division.RESIDENT_CTAS
+
+
 # ------------------------------------------------------------------------------------ which variant
 
 
@@ -115,7 +150,7 @@ def test_a_split_variant_of_the_general_mask_serves_every_mask(arch):
         problem = replace(DECODE, semantics=Semantics(1.0, band), has_lengths=False)
         found = variants.find(problem, arch)
         assert found.key.is_split and found.key.mask == "general"
-        assert found.name.endswith("_general_split")
+        assert found.name.endswith("_general_few" if arch.few else "_general_split")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +169,8 @@ def test_without_a_split_variant_keys_stay_together(problem, compiled):
 
 
 def test_only_the_gpus_at_hand_have_to_have_a_split_variant():
-    compiled = frozenset(n for n in variants.BY_NAME if n != "fwd_sm90_bf16_d128_general_split")
+    lacking = {"fwd_sm90_bf16_d128_general_split", "fwd_sm90_bf16_d128_general_few"}
+    compiled = frozenset(variants.BY_NAME) - lacking
 
     def splits(target):
         return dispatch.choose(DECODE, target, None).chosen.num_splits
@@ -168,6 +204,7 @@ def test_parts_are_disjoint_and_cover_all_blocks():
 # ------------------------------------------------------------------------------------- the kernels
 
 KEYS = {
+    "few": KernelKey("sm_80", "bfloat16", 96, 96, "general", is_split=True, is_few=True),
     "sm90": KernelKey("sm_90a", "float16", 64, 64, "general", is_split=True),
     "sm100": KernelKey("sm_100f", "bfloat16", 64, 64, "general", is_split=True),
 }
@@ -199,7 +236,8 @@ def kernel(request, tmp_path_factory):
     """(compiled kernel, its key)"""
     key = KEYS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    return prebuilt(folder, f"{request.param}.fwd", key, choose_forward(key)), key
+    module = "mma_sync.few" if key.is_few else f"{request.param}.fwd"
+    return prebuilt(folder, module, key, choose_forward(key)), key
 
 
 @needs_dsl
@@ -208,6 +246,7 @@ def kernel(request, tmp_path_factory):
 @pytest.mark.parametrize(
     "name, num_splits",
     [
+        ("decode", 1),
         ("decode", 2),
         ("sinks_empty_rows", 5),
         ("packed_gaps_and_used", 2),
@@ -217,6 +256,8 @@ def kernel(request, tmp_path_factory):
 def test_parts_merge_to_the_whole_on_the_emulator(kernel, name, num_splits):
     """More parts than key blocks among them, so that some parts see nothing."""
     built, key = kernel
+    if num_splits == 1 and not key.is_few:
+        pytest.skip("keys of this kernel are always split")
     case = BY_NAME[name]
     operands = make(case, key.dtype).operands
     if case.is_packed:
