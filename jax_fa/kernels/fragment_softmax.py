@@ -14,8 +14,7 @@ class RowState(NamedTuple):
     """Running statistics of a thread's rows.
 
     Attributes:
-        maximum: (2,) maximum of the scores so far, unscaled, or as much less than that as
-            ``update`` was given slack; equal in all threads of a row.
+        maximum: (2,) maximum of the scores so far, unscaled; equal in all threads of a row.
         total: (2,) sum of this thread's probabilities so far, relative to ``maximum``.
     """
 
@@ -79,7 +78,6 @@ def update(
     state: RowState,
     scale_log2: Float32,
     are_wide: cutlass.Constexpr[bool] = False,
-    slack_log2: cutlass.Constexpr[float] = 0.0,
 ) -> cute.Tensor:
     """Replaces scores by probabilities and brings ``state`` up to date.
 
@@ -89,7 +87,6 @@ def update(
         scale_log2: factor of a score in base 2.
         are_wide: scores may be so large that a product with the factor is rounded by more than they
             differ, or overflows. One that overflows to -inf hides its key.
-        slack_log2: powers of two that a score may have over the maximum before that is replaced.
 
     Returns:
         (2,) factor by which everything accumulated so far shrinks.
@@ -100,9 +97,6 @@ def update(
     for row in cutlass.range_constexpr(ROWS):
         before = state.maximum[row]
         maximum = cute.arch.fmax(before, quad_max(row_max(scores, row)))
-        if cutlass.const_expr(slack_log2 > 0.0):
-            # NaN of a row that has seen no key is not greater.
-            maximum = maximum if (maximum - before) * scale_log2 > slack_log2 else before
         state.maximum[row] = maximum
         # A row that has seen no key: (-inf) - (-inf) would be NaN, 2 ** (-inf - 0) is 0.
         if cutlass.const_expr(are_wide):

@@ -186,6 +186,12 @@ FAULTS = {
     "wide-a part of other warps is not awaited": ("wide", lambda t: without(BARRIER, 8, t)),
     "wide-P of the other group is not awaited": ("wide", lambda t: without(BARRIER, 9, t)),
     "wide-dS of other warps is not awaited": ("wide", lambda t: without(BARRIER, 10, t)),
+    "few-queries are not awaited": ("few", lambda t: without(WAIT, 0, t)),
+    "few-queries of other warps are not awaited": ("few", lambda t: without(BARRIER, 2, t)),
+    "few-a block is not awaited": ("few", lambda t: without(WAIT, 1, t)),
+    "few-a block of other warps is not awaited": ("few", lambda t: without(BARRIER, 3, t)),
+    "few-sums go where keys are still read": ("few", lambda t: without(BARRIER, 4, t)),
+    "few-sums of other warps are not awaited": ("few", lambda t: without(BARRIER, 5, t)),
 }
 
 

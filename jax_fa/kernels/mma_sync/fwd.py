@@ -6,9 +6,8 @@
 Blocks of keys come newest first. All warps do the same, each for query rows of its own: a block is
 loaded by all and read by all, and loads run while products do. Products, exponentials and loads of
 one warp overlap with those of others; nothing else is needed, since mma.sync leaves the warp
-scheduler free (FlashAttention-2, Dao, arXiv:2307.08691). O is scaled late, when a row's maximum has
-grown by ``SLACK_LOG2`` (FlashAttention-4, arXiv:2603.05451). Memory: ``plan.py``.
-Conventions: ``jax_fa/spec/problem.py``.
+scheduler free (FlashAttention-2, Dao, arXiv:2307.08691). Memory: ``plan.py``; conventions:
+``jax_fa/spec/problem.py``.
 """
 
 from collections.abc import Callable
@@ -66,9 +65,6 @@ from jax_fa.kernels.unmasked import hides_pairs
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import MmaSyncForward
 from jax_fa.spec.key import KernelKey
-
-SLACK_LOG2 = 8.0
-"""Powers of two by which scores may exceed the maximum that probabilities are relative to."""
 
 
 @cute.kernel
@@ -327,13 +323,13 @@ def to_probabilities(
         if const_expr(masked == "maybe"):
             if hides:
                 mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
-        scale_log2 = x.scalars.scale_log2
-        shrink = fragment_softmax.update(one.scores, one.state, scale_log2, slack_log2=SLACK_LOG2)
+        shrink = fragment_softmax.update(one.scores, one.state, x.scalars.scale_log2)
         shrinking = shrinking | (shrink[0] != 1.0) | (shrink[1] != 1.0)
         shrinks.append(shrink)
-    # A warp at a time; with the slack, few blocks but the first of a tile.
-    # A loop of one turn or none: of a branch the compiler makes predicated multiplications, which
-    # take their time when they are not executed (DSL 4.8.1).
+    # A warp at a time. To scale only when a maximum has grown by much (FlashAttention-4) was 1 to
+    # 3 % slower (H200, sm_90 build, D = 64 and 128). A loop of one turn or none: of a branch the
+    # compiler makes predicated multiplications, which take their time when they are not executed
+    # (DSL 4.8.1).
     for _ in cutlass.range(products.one_if_any(shrinking), unroll=1):
         for i in cutlass.range_constexpr(len(rows)):
             fragment_softmax.scale_rows(rows[i].out, shrinks[i])
