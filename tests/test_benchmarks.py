@@ -7,7 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import context, cpu, implementations, launch, memory, report, timing, workloads
+from benchmarks import (
+    context,
+    cpu,
+    implementations,
+    kernel_times,
+    launch,
+    memory,
+    report,
+    timing,
+    workloads,
+)
 from benchmarks.timing import Protocol, Samples
 from benchmarks.workloads import MAIN, Workload
 
@@ -44,6 +54,16 @@ def test_start_up_and_calls_are_timed(capsys):
         "attention",
         "gradient",
     ]
+
+
+def test_times_of_kernels_alone_are_those_that_ncu_tells():
+    text = "  gpu__time_duration.sum   us   12.50\n  gpu__time_duration.sum   ms  1,000.25\n"
+    assert kernel_times.durations(text) == [12.5, 1000250.0]
+    ours = [10.0] * len(kernel_times.POINTS)
+    shown = kernel_times.table(ours, [5.0, *[20.0] * (len(ours) - 1)])
+    assert "| 64 | 512 | full | 10 | 5 | 0.50 |" in shown
+    assert "D = 64: geometric mean 1.782, least 0.500" in shown
+    assert shown.endswith("D = 128: geometric mean 2.000, least 2.000")
 
 
 def test_devices_that_share_sequences_are_timed_against_one(capsys, tmp_path):
