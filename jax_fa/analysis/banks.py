@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from jax_fa.kernels.mma_sync.plan_few import row_floats
+from jax_fa.kernels.mma_sync.plan_few import row_floats, row_of_threads
 from jax_fa.kernels.sm100.plan import MMA_ROWS, tiling
 from jax_fa.spec.config_mma_sync import FewQueries, MmaSyncBackward, MmaSyncForward
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward
@@ -223,6 +223,10 @@ def mma_sync_few(key: KernelKey, config: FewQueries) -> tuple[Access, ...]:
     q, k = _tile(config.block_q, key.head_dim), _tile(config.block_kv, key.head_dim)
     v = _tile(config.block_kv, key.value_dim)
     row, of_row = row_floats(key), WARP * config.warps // config.block_q
+
+    def sums_of_all(lane: int) -> Element:
+        return Element(row_of_threads(lane // of_row, of_row) * row + lane % of_row * 4, 0)
+
     return (
         *(
             Access(f"load, {name}", "cp.async", 16, tile, partial(_piece_of_tile, tile))
@@ -238,13 +242,7 @@ def mma_sync_few(key: KernelKey, config: FewQueries) -> tuple[Access, ...]:
             None,
             lambda lane: Element(lane // 4 * row + lane % 4 * 2, 0),
         ),
-        Access(
-            "sums of all warps",
-            "ld.shared.v4",
-            16,
-            None,
-            lambda lane: Element(lane // of_row * row + lane % of_row * 4, 0),
-        ),
+        Access("sums of all warps", "ld.shared.v4", 16, None, sums_of_all),
     )
 
 

@@ -112,6 +112,12 @@ for _sign, _wide in (("u", "u8"), ("s", "i8")):
     )
     define(f"mul.wide.{_sign}16", _narrow, f"{_half} {_half}", lambda a, b, t=_w4: a.astype(t) * b)
     define(
+        f"mul.hi.{_sign}16",
+        _half,
+        f"{_half} {_half}",
+        lambda a, b, t=_w4: ((a.astype(t) * b) >> t.type(16)).astype(a.dtype),
+    )
+    define(
         f"mul.hi.{_sign}32",
         _narrow,
         f"{_narrow} {_narrow}",

@@ -109,6 +109,14 @@ def test_wide_multiplication_keeps_the_sign():
     same(got, A.astype(np.uint64) * B + C)
 
 
+def test_the_upper_half_of_a_product_of_16_bits():
+    a, b = A.astype(np.uint16), B.astype(np.uint16)
+    got = apply("mul.hi.u16 %y, %x0, %x1;", a, b, out=np.uint16)
+    same(got, (a.astype(np.uint32) * b) >> np.uint32(16))
+    got = apply("mul.hi.s16 %y, %x0, %x1;", a, b, out=np.int16)
+    same(got, (a.view(np.int16).astype(np.int32) * b.view(np.int16)) >> 16)
+
+
 @pytest.mark.parametrize("amount", [0, 1, 31, 32, 33, 255])
 def test_shifts_clamp_their_amount(amount):
     """PTX ISA: amounts above the register width are clamped to it."""

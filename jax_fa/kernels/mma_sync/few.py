@@ -51,7 +51,7 @@ from jax_fa.kernels.mma_sync import products
 from jax_fa.kernels.mma_sync.fwd_work import load_rows
 from jax_fa.kernels.mma_sync.loads import address_of_row
 from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE, PIECE_BYTES, Panels
-from jax_fa.kernels.mma_sync.plan_few import few_plan, row_floats
+from jax_fa.kernels.mma_sync.plan_few import few_plan, row_floats, row_of_threads
 from jax_fa.kernels.primitives import dense, dense_stats
 from jax_fa.kernels.unmasked import hides_pairs
 from jax_fa.spec import division
@@ -376,7 +376,7 @@ def store(variant: cutlass.Constexpr, x: FewContext, work: Work) -> None:
     """
     config, span = variant.config, work.span
     thread, of_row = products.thread_index(), variant.plan.threads // WARP_ROWS
-    row, own = thread // of_row, thread % of_row
+    row, own = row_of_threads(thread // of_row, of_row), thread % of_row
     stats = [load_two(x.smem.stats + (w * WARP_ROWS + row) * 8) for w in range(config.warps)]
     maximum = -Float32.inf
     for w in cutlass.range_constexpr(config.warps):

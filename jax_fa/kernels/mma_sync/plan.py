@@ -7,7 +7,7 @@ roles and no edges: barriers of the CTA are all that warps exchange.
 
 from __future__ import annotations
 
-from jax_fa.kernels.edges import Buffer, Plan, PlanError, Role, check
+from jax_fa.kernels.edges import WARPS_PER_GROUP, Buffer, Plan, PlanError, Role, check
 from jax_fa.kernels.mma_sync.panels import Panels
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import MmaSyncForward
@@ -17,6 +17,12 @@ SMEM_CAPACITY_BYTES = 99 * 1024
 """Shared memory that a CTA may have where it has least: 8.6, 8.9 and 12.x."""
 REGISTERS = 255
 """Of a thread, at most."""
+
+
+def check_groups(warps: int) -> None:
+    """Refuses warps that do not have rows, or keys, by four, as fragments count them."""
+    if warps % WARPS_PER_GROUP:
+        raise PlanError(f"{warps} warps are no warpgroups")
 
 
 def forward_plan(key: KernelKey, config: MmaSyncForward) -> Plan:
@@ -40,6 +46,7 @@ def forward_plan(key: KernelKey, config: MmaSyncForward) -> Plan:
         barriers=(),
     )
     check(plan)
+    check_groups(config.warps)
     if plan.smem_bytes > SMEM_CAPACITY_BYTES:
         raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
     if out.width != q.width:

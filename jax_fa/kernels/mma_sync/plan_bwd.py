@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from jax_fa.kernels.edges import Buffer, Plan, PlanError, Role, check
 from jax_fa.kernels.mma_sync.panels import Panels
-from jax_fa.kernels.mma_sync.plan import REGISTERS, SMEM_CAPACITY_BYTES
+from jax_fa.kernels.mma_sync.plan import REGISTERS, SMEM_CAPACITY_BYTES, check_groups
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.key import KernelKey
@@ -45,6 +45,7 @@ def backward_plan(key: KernelKey, config: MmaSyncBackward) -> Plan:
         barriers=(),
     )
     check(plan)
+    check_groups(config.warps)
     if plan.smem_bytes > SMEM_CAPACITY_BYTES:
         raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
     for tile in (k, v, q, dout):

@@ -6,6 +6,8 @@ rows, and at the end all of them add up what they have.
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax_fa.kernels.edges import Buffer, Plan, PlanError, Role, check
 from jax_fa.kernels.mma_sync.panels import Panels
 from jax_fa.kernels.mma_sync.plan import REGISTERS, SMEM_CAPACITY_BYTES
@@ -21,6 +23,16 @@ BANKS_OF_ROWS = 8
 def row_floats(key: KernelKey) -> int:
     """Floats from a row of a warp's sums to the next."""
     return key.value_dim + BANKS_OF_ROWS
+
+
+def row_of_threads(number: Any, threads: int) -> Any:
+    """The row whose sums the ``number``-th so many threads add up.
+
+    Eight threads read 16 bytes each at a time: of one row, or of two that lie 16 banks apart.
+    """
+    if threads >= BANKS_OF_ROWS:
+        return number
+    return number // 4 * 4 + number % 2 * 2 + number // 2 % 2
 
 
 def few_plan(key: KernelKey, config: FewQueries) -> Plan:
