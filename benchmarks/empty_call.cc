@@ -64,8 +64,8 @@ ffi::Error LoadEmptyKernel(void* stream, ffi::RemainingArgs, ffi::RemainingRets,
 
 ffi::Error LaunchEmptyKernel(void* stream, ffi::RemainingArgs, ffi::RemainingRets,
                              ffi::Dictionary) {
-  const int32_t result = Cuda().LaunchKernel(empty_kernel, 1, 1, 1, 32, 1, 1, 0, stream, nullptr,
-                                             nullptr);
+  const int32_t result =
+      Cuda().LaunchKernel(empty_kernel, 1, 1, 1, 32, 1, 1, 0, stream, nullptr, nullptr);
   return result == 0 ? ffi::Error::Success() : ffi::Error::Internal("the launch failed");
 }
 
