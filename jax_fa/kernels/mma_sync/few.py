@@ -98,7 +98,7 @@ class Share(NamedTuple):
     scores: cute.Tensor  # accumulator of 16 x own_keys
     out: cute.Tensor  # accumulator of 16 x Dv
     state: fragment_softmax.RowState
-    index: int  # of ``fragment_rows.py``
+    index: Int32  # of ``fragment_rows.py``
     thread: Int32  # likewise: the lane
 
 
@@ -201,7 +201,7 @@ def attend(variant: cutlass.Constexpr, x: FewContext) -> None:
             scores=fragments.accumulator(variant.config.own_keys),
             out=fragments.accumulator(variant.key.value_dim),
             state=fragment_softmax.make_row_state(),
-            index=0,
+            index=Int32(0),
             thread=products.thread_index() % edges.WARP,
         )
         at = Place(work.blocks.end - 1, work.num_blocks)
