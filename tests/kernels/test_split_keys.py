@@ -204,7 +204,7 @@ def test_parts_are_disjoint_and_cover_all_blocks():
 # ------------------------------------------------------------------------------------- the kernels
 
 KEYS = {
-    "few": KernelKey("sm_80", "bfloat16", 96, 96, "general", is_split=True, is_few=True),
+    "few": KernelKey("sm_80", "bfloat16", 64, 64, "general", is_split=True, is_few=True),
     "sm90": KernelKey("sm_90a", "float16", 64, 64, "general", is_split=True),
     "sm100": KernelKey("sm_100f", "bfloat16", 64, 64, "general", is_split=True),
 }
