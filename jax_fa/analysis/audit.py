@@ -330,8 +330,9 @@ def audit_code(report: Report, variant: Variant, code: Sequence[machine_code.Cod
     if mma == "tcgen05.mma":
         report.mma_spacing = machine_code.instructions_per(main, mma)
     shares_keys = getattr(choose_config(variant), "splits_results", False)
-    if variant.operation == "dbias" or shares_keys:
-        # Nothing is rounded there, or by half of the warps, by which its loop would be known.
+    if variant.operation == "dbias" or shares_keys or variant.key.is_few:
+        # By what is rounded its loop would be known: nothing there, or by half of the warps, or a
+        # few scores of each.
         return
     found = machine_code.softmax_loops(main, rounded=1 if variant.operation == "fwd" else 2)
     if not found:
