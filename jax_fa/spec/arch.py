@@ -184,6 +184,7 @@ ARCHS: tuple[Arch, ...] = (
             Product("L4", 58, 2.04e9, 300e9, _CLOCK, _MMA_SYNC_HALF),
             Product("RTX 4090", 128, 2.52e9, 1.008e12, rates=_MMA_SYNC_QUARTER),
         ),
+        dbias=Kernels(_HEADS),
     ),
     Arch(
         name="sm120",
@@ -195,6 +196,7 @@ ARCHS: tuple[Arch, ...] = (
         mma="mma.sync",
         rates=_MMA_SYNC_QUARTER,
         products=(Product("RTX 5090", 170, 2.407e9, 1.792e12),),
+        dbias=Kernels(_HEADS),
     ),
 )
 """Thor: 20 SMs, and 2070 TFLOP/s of sparse 4-bit products; an eighth of that is dense 16-bit, which
