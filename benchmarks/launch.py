@@ -1,10 +1,10 @@
 """``python -m benchmarks.launch``: what starting up and calling costs, beside an empty custom call.
 
-Compiles ``empty_call.cc`` (needs a C++ compiler). Prints, for a small attention, its gradient and
-an empty call of as many operands, results and attributes as a forward: seconds to import jax_fa
-after jax and seconds to the first result after that, each in a process of its own; and microseconds
-of a later call, waited for and in a row of calls that are waited for together, medians, in turns in
-one process.
+Compiles ``empty_call.cc`` (needs a C++ compiler). Prints, for a small attention, its gradient, an
+empty call of as many operands, results and attributes as a forward, and on a GPU such a call that
+launches an empty kernel: seconds to import jax_fa after jax and seconds to the first result after
+that, each in a process of its own; and microseconds of a later call, waited for and in a row of
+calls that are waited for together, medians, in turns in one process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_CALLED = ("empty call", "attention", "gradient")
+_EMPTY, _LAUNCH = "empty call", "empty kernel"
 _ROUNDS = 100
 _IN_A_ROW = 20
 _SHAPE = (1, 128, 2, 64)
 
 
 def compile_empty_call(folder: Path) -> Path:
-    """The library with the handler."""
+    """The library with the handlers."""
     library = folder / "empty_call.so"
     source = Path(__file__).with_name("empty_call.cc")
     options = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}"]
@@ -39,10 +39,27 @@ def compile_empty_call(folder: Path) -> Path:
     return library
 
 
-def _empty(library: str) -> Callable[..., Any]:
-    capsule = jax.ffi.pycapsule(ctypes.cdll.LoadLibrary(library).EmptyCall)
-    platform = "CUDA" if jax.default_backend() == "gpu" else "cpu"
-    jax.ffi.register_ffi_target("empty_call", capsule, platform=platform)
+def _is_on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _called() -> list[str]:
+    """What is timed."""
+    return [_EMPTY, *([_LAUNCH] if _is_on_gpu() else []), "attention", "gradient"]
+
+
+def _empty(what: str, library: str) -> Callable[..., Any]:
+    """A call of a handler in ``library``."""
+    handlers = ctypes.cdll.LoadLibrary(library)
+    stages = {_EMPTY: {"execute": handlers.EmptyCall}}
+    stages[_LAUNCH] = {
+        "initialize": handlers.InitializeEmptyKernel,
+        "execute": handlers.EmptyKernel,
+    }
+    capsules = {stage: jax.ffi.pycapsule(function) for stage, function in stages[what].items()}
+    target = what.replace(" ", "_")
+    platform = "CUDA" if _is_on_gpu() else "cpu"
+    jax.ffi.register_ffi_target(target, capsules, platform=platform)
 
     from jax_fa.spec import schema
 
@@ -53,7 +70,7 @@ def _empty(library: str) -> Callable[..., Any]:
     def call(x: jax.Array) -> jax.Array:
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         lse = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
-        results: Sequence[jax.Array] = jax.ffi.ffi_call("empty_call", [out, lse])(
+        results: Sequence[jax.Array] = jax.ffi.ffi_call(target, [out, lse])(
             x, x, x, *absent, **attributes
         )
         return results[0]
@@ -73,7 +90,7 @@ def _gradient(x: jax.Array) -> jax.Array:
 
 def _compiled(what: str, library: str) -> Callable[..., Any]:
     """What is timed, compiled and called once."""
-    function = {"attention": _attention, "gradient": _gradient}.get(what) or _empty(library)
+    function = {"attention": _attention, "gradient": _gradient}.get(what) or _empty(what, library)
     compiled = jax.jit(function)
     jax.block_until_ready(compiled(jnp.ones(_SHAPE, jnp.bfloat16)))
     return compiled
@@ -93,9 +110,9 @@ def measure_start(what: str, library: str) -> dict[str, float]:
 def measure_calls(library: str) -> dict[str, dict[str, float]]:
     """Seconds of a call, waited for and in a row of calls, in turns in this process."""
     x = jnp.ones(_SHAPE, jnp.bfloat16)
-    calls = {what: _compiled(what, library) for what in _CALLED}
-    waited: dict[str, list[float]] = {what: [] for what in _CALLED}
-    in_a_row: dict[str, list[float]] = {what: [] for what in _CALLED}
+    calls = {what: _compiled(what, library) for what in _called()}
+    waited: dict[str, list[float]] = {what: [] for what in calls}
+    in_a_row: dict[str, list[float]] = {what: [] for what in calls}
     for _ in range(_ROUNDS):
         for what, call in calls.items():
             for _ in range(_IN_A_ROW):
@@ -109,7 +126,7 @@ def measure_calls(library: str) -> dict[str, dict[str, float]]:
     kinds = {"waited": waited, "in a row": in_a_row}
     return {
         what: {kind: float(np.median(times[what])) for kind, times in kinds.items()}
-        for what in _CALLED
+        for what in calls
     }
 
 
@@ -123,14 +140,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = measure_calls(library) if what == "calls" else measure_start(what, library)
         print(json.dumps(measured))
         return 0
-    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         library = str(compile_empty_call(Path(folder)))
-        for what in (*_CALLED, "calls"):
+
+        def measured_alone(what: str) -> dict[str, Any]:
             command = [sys.executable, "-m", "benchmarks.launch", "--measure", what, library]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
-            results[what] = json.loads(done.stdout)
-    calls = results.pop("calls")
+            return dict(json.loads(done.stdout))
+
+        calls = measured_alone("calls")
+        results = {what: measured_alone(what) for what in calls}
     print(
         "| | import s | first result s | call us | call in a row us |\n"
         "| --- | ---: | ---: | ---: | ---: |"
@@ -138,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for what, row in results.items():
         times = " | ".join(f"{1e6 * calls[what][kind]:.1f}" for kind in ("waited", "in a row"))
         print(f"| {what} | {row['import']:.3f} | {row['first']:.3f} | {times} |")
-    empty = results["empty call"]["first"]
+    empty = results[_EMPTY]["first"]
     return int(max(row["import"] + row["first"] for row in results.values()) - empty > 1)
 
 

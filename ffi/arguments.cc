@@ -284,9 +284,10 @@ void ReadExtents(Reader& reader, Problem* p) {
   p->num_kv_heads = kd[2];
   p->head_dim = qd[3];
   p->value_dim = vd[3];
-  ReadExtentsOf(reader, PlaceOf<Params>(arrays::mask_words), arrays::mask_words,
+  static const size_t mask_words = PlaceOf<Params>(arrays::mask_words);
+  static const size_t bias = PlaceOf<Params>(arrays::bias);
+  ReadExtentsOf(reader, mask_words, arrays::mask_words,
                 {&p->mask_batch, &p->mask_heads, &p->mask_rows, &p->mask_width});
-  const size_t bias = PlaceOf<Params>(arrays::bias);
   ReadExtentsOf(reader, bias, arrays::bias,
                 {&p->bias_batch, &p->bias_heads, &p->bias_rows, &p->bias_keys});
   if (!reader.PeekShape(bias).empty()) {
