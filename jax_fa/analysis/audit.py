@@ -195,7 +195,7 @@ def plan_of(variant: Variant) -> Plan:
     Raises:
         PlanError: it contradicts itself or the hardware.
     """
-    module, function = _PLANS["few" if variant.key.is_few else variant.operation]
+    module, function = _PLANS[variant.module.split(".")[-1]]
     plans = importlib.import_module(f"jax_fa.kernels.{variant.kernels}.{module}")
     return getattr(plans, function)(variant.key, choose_config(variant))
 

@@ -284,11 +284,17 @@ def _summary(group: Sequence[Variant], everything: Sequence[Variant]) -> str:
     return "; ".join(texts)
 
 
-_SPLIT = {False: "split", True: "few"}
+def _mask(variant: Variant) -> str:
+    key = variant.key
+    if not key.is_split:
+        return key.mask
+    return f"{key.mask} {'few' if key.is_few else 'split'}"
+
+
 _FIELDS: dict[str, Callable[[Variant], str]] = {
     "kind": lambda v: f"{v.operation} cap" if v.key.has_soft_cap else v.operation,
     "heads": lambda v: "/".join(str(d) for d in dict.fromkeys((v.key.head_dim, v.key.value_dim))),
-    "mask": lambda v: f"{v.key.mask} {_SPLIT[v.key.is_few]}" if v.key.is_split else v.key.mask,
+    "mask": _mask,
 }
 
 

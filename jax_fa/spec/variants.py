@@ -20,6 +20,7 @@ from typing import Any
 
 from jax_fa.spec.arch import ARCHS, OPERATIONS, Arch, Operation, arch_named
 from jax_fa.spec.band import UNBOUNDED, ceil_div
+from jax_fa.spec.config_mma_sync import WARP_ROWS
 from jax_fa.spec.division import RESIDENT_CTAS, packing, packing_pays
 from jax_fa.spec.key import MASK_CLASSES, KernelKey, MaskClass
 from jax_fa.spec.problem import Problem
@@ -194,9 +195,6 @@ def kv_splits(problem: Problem) -> int:
     return max(parts, 2) if blocks > 1 and 3 * shared <= 2 * plain * blocks else parts
 
 
-FEW_ROWS = 16
-"""Query rows per tile of kernels for few queries."""
-
 FEW_CTAS = 2 * RESIDENT_CTAS
 """CTAs that splitting their keys is to give, two for each SM. With three, whose number did not
 divide evenly, an H200 took longer: 64 + 7 us and 71 + 9 for 65536 keys, 32:8 heads, D = 128, one
@@ -208,7 +206,7 @@ FEW_KEYS = 256
 
 def few_tiles(problem: Problem) -> int:
     """Tiles of a kernel for few queries."""
-    sharing = packing(FEW_ROWS, max(problem.group, 1), 1)
+    sharing = packing(WARP_ROWS, max(problem.group, 1), 1)
     return _q_tiles(problem, sharing.positions, sharing.units)
 
 

@@ -104,11 +104,7 @@ def build(folder: Path, module: str, key: KernelKey, config: Any) -> Built:
 
 def prebuilt(folder: Path, module: str, key: KernelKey, config: Any) -> Built:
     """As ``build``, from the cache of ``jax_fa.aot`` if it is a variant of the wheel."""
-    same = (
-        variant
-        for variant in VARIANTS
-        if (f"{variant.kernels}.{variant.operation}", variant.key) == (module, key)
-    )
+    same = (variant for variant in VARIANTS if (variant.module, variant.key) == (module, key))
     variant, host = next(same, None), platform.machine()
     if variant is None or host not in compiler.HOSTS or config != compiler.choose_config(variant):
         return build(folder, module, key, config)
