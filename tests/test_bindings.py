@@ -258,7 +258,7 @@ def test_a_program_names_kernels_but_no_family():
 
 @pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_a_program_is_lowered_for_the_families_that_are_named(monkeypatch):
-    """Hopper has kernels that read a bias, GPUs of 8.x have none."""
+    """Hopper and GPUs of 8.x have kernels that read a bias, Blackwell has none."""
     monkeypatch.setattr(bindings, "compiled", lambda: frozenset(BY_NAME))
 
     @jax.jit
@@ -277,14 +277,14 @@ def test_a_program_is_lowered_for_the_families_that_are_named(monkeypatch):
         return len(re.findall(call, text))
 
     assert num_kernels() == 0
-    with jax_fa.lowering_for("sm90"):
+    with jax_fa.lowering_for("sm90", "sm80"):
         assert num_kernels() == 2
         names = jax_fa.explain(x, x, x, bias, platform="cuda").choice.kernel
-        assert names == "fwd_sm90_bf16_d128_general_bias"
-        with jax_fa.lowering_for("sm90", "sm80"):
-            assert bindings.target("cuda").capabilities == ("9.0", "8.0")
+        assert names == "fwd_sm80_bf16_d128_general_bias, fwd_sm90_bf16_d128_general_bias"
+        with jax_fa.lowering_for("sm90", "sm100"):
+            assert bindings.target("cuda").capabilities == ("9.0", "10.0")
             names = jax_fa.explain(x, x, x, platform="cuda").choice.kernel
-            assert names == "fwd_sm80_bf16_d128_full, fwd_sm90_bf16_d128_full"
+            assert names == "fwd_sm100_bf16_d128_full, fwd_sm90_bf16_d128_full"
             assert num_kernels() == 0
         assert num_kernels() == 2
     assert bindings.target("cuda").capabilities == ()

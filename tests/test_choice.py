@@ -95,8 +95,8 @@ def test_kernels_of_the_family_that_one_borrows_from_are_not_all_it_needs():
 @pytest.mark.parametrize(
     ("problem", "operation", "serves"),
     [
-        (replace(PROBLEM, bias_bytes=2), "fwd", "sm90"),
-        (replace(PROBLEM, bias_bytes=4), "bwd", "sm90"),
+        (replace(PROBLEM, bias_bytes=2), "fwd", "sm90,sm80,sm120"),
+        (replace(PROBLEM, bias_bytes=4), "bwd", "sm90,sm80,sm120"),
     ],
 )
 def test_without_a_gpu_a_refusal_names_the_families_that_have_a_kernel(problem, operation, serves):
@@ -107,7 +107,7 @@ def test_without_a_gpu_a_refusal_names_the_families_that_have_a_kernel(problem, 
     assert f"`with jax_fa.lowering_for({named})`" in refused.reason
     built = frozenset(variant.name for variant in of_families(serves.split(",")))
     assert not choose(problem, Target("cuda", built), None, operation).is_fallback
-    at_hand = choose(problem, Target("cuda", ALL, ("8.0",)), None, operation)
+    at_hand = choose(problem, Target("cuda", ALL, ("10.0",)), None, operation)
     assert at_hand.is_fallback and "no GPU" not in at_hand.reason
 
 

@@ -21,7 +21,12 @@ from typing import NamedTuple
 
 from jax_fa.kernels.mma_sync.plan_few import row_floats, row_of_threads
 from jax_fa.kernels.sm100.plan import MMA_ROWS, tiling
-from jax_fa.spec.config_mma_sync import FewQueries, MmaSyncBackward, MmaSyncForward
+from jax_fa.spec.config_mma_sync import (
+    FewQueries,
+    MmaSyncBackward,
+    MmaSyncBiasGradient,
+    MmaSyncForward,
+)
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.config_sm100 import BlackwellBackward, BlackwellForward
@@ -274,6 +279,35 @@ def mma_sync_backward(key: KernelKey, config: MmaSyncBackward) -> tuple[Access, 
     )
 
 
+def mma_sync_bias_gradient(key: KernelKey, config: MmaSyncBiasGradient) -> tuple[Access, ...]:
+    """Accesses of the gradient of a bias by mma.sync: ``mma_sync/dbias.py``."""
+    q, dout = _tile(config.block_q, key.head_dim), _tile(config.block_q, key.value_dim)
+    k, v = _tile(config.block_kv, key.head_dim), _tile(config.block_kv, key.value_dim)
+    loaded = (("q", q), ("k", k), ("dout", dout), ("v", v))
+    rows = (_matrices_by_rows, _matrices_transposed, _matrices_by_rows, _matrices_transposed)
+    return (
+        *(
+            Access(f"load, {name}", "cp.async", 16, tile, partial(_piece_of_tile, tile))
+            for name, tile in loaded
+        ),
+        *(
+            Access(f"S and dP, {name}", "ldmatrix.x4", 16, tile, access)
+            for (name, tile), access in zip(loaded, rows, strict=True)
+        ),
+        *_kept_bias("all"),
+    )
+
+
+def _kept_bias(role: str) -> tuple[Access, ...]:
+    """Accesses of a gradient of a bias beside those of products."""
+    return (
+        # Each thread has four words of its own side by side.
+        Access(f"{role}, bias", "st/ld.shared.v4", 16, None, lambda lane: Element(lane * 4, 0)),
+        # The first row of a warp's fragment, whose columns are pairs.
+        Access(f"{role}, columns", "st.shared", 4, None, lambda lane: Element(lane * 2, 0), 4),
+    )
+
+
 def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...]:
     """Accesses of the Hopper backward: ``sm90/bwd.py``."""
     parts = 1 if config.splits_keys else config.num_consumers
@@ -304,10 +338,7 @@ def hopper_bias_gradient(key: KernelKey, config: HopperBiasGradient) -> tuple[Ac
         *_by_units("k", _tile(config.block_kv, key.head_dim), "wgmma"),
         *_by_units("dout", _tile(config.block_q, key.value_dim), "wgmma"),
         *_by_units("v", _tile(config.block_kv, key.value_dim), "wgmma"),
-        # Each thread has four words of its own side by side.
-        Access("consume, bias", "st/ld.shared.v4", 16, None, lambda lane: Element(lane * 4, 0)),
-        # The first row of a warp's fragment, whose columns are pairs.
-        Access("consume, columns", "st.shared", 4, None, lambda lane: Element(lane * 2, 0), 4),
+        *_kept_bias("consume"),
     )
 
 
@@ -346,6 +377,7 @@ _CATALOGUE: dict[type, Callable[..., tuple[Access, ...]]] = {
     FewQueries: mma_sync_few,
     MmaSyncForward: mma_sync_forward,
     MmaSyncBackward: mma_sync_backward,
+    MmaSyncBiasGradient: mma_sync_bias_gradient,
     HopperForward: hopper_forward,
     HopperBackward: hopper_backward,
     HopperBiasGradient: hopper_bias_gradient,

@@ -187,6 +187,7 @@ ARCHS: tuple[Arch, ...] = (
             Product("L4", 58, 2.04e9, 300e9, _CLOCK, _MMA_SYNC_HALF),
             Product("RTX 4090", 128, 2.52e9, 1.008e12, rates=_MMA_SYNC_QUARTER),
         ),
+        dbias=Kernels(_HEADS),
         few=_HEADS,
     ),
     Arch(
@@ -199,6 +200,7 @@ ARCHS: tuple[Arch, ...] = (
         mma="mma.sync",
         rates=_MMA_SYNC_QUARTER,
         products=(Product("RTX 5090", 170, 2.407e9, 1.792e12),),
+        dbias=Kernels(_HEADS),
         few=_HEADS,
     ),
 )

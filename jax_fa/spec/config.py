@@ -8,9 +8,11 @@ from jax_fa.spec.arch import Arch, Operation, arch_of_target
 from jax_fa.spec.config_mma_sync import (
     FewQueries,
     MmaSyncBackward,
+    MmaSyncBiasGradient,
     MmaSyncForward,
     few_queries,
     mma_sync_backward,
+    mma_sync_bias_gradient,
     mma_sync_forward,
 )
 from jax_fa.spec.config_sm90 import HopperBackward, HopperForward, hopper_backward, hopper_forward
@@ -25,6 +27,7 @@ from jax_fa.spec.key import KernelKey
 
 ForwardConfig = FewQueries | MmaSyncForward | HopperForward | BlackwellForward
 BackwardConfig = MmaSyncBackward | HopperBackward | BlackwellBackward
+BiasGradientConfig = MmaSyncBiasGradient | HopperBiasGradient
 
 
 def _arch_of(key: KernelKey, operation: Operation) -> Arch:
@@ -63,7 +66,7 @@ def choose_backward(key: KernelKey) -> BackwardConfig:
     return _BACKWARDS[_arch_of(key, "bwd").folder](key)
 
 
-def choose_dbias(key: KernelKey) -> HopperBiasGradient:
+def choose_dbias(key: KernelKey) -> BiasGradientConfig:
     """The configuration of the gradient of a bias for ``key``.
 
     Raises:
@@ -82,7 +85,8 @@ _BACKWARDS: dict[str, Callable[[KernelKey], BackwardConfig]] = {
     "sm90": hopper_backward,
     "sm100": blackwell_backward,
 }
-_BIAS_GRADIENTS: dict[str, Callable[[KernelKey], HopperBiasGradient]] = {
+_BIAS_GRADIENTS: dict[str, Callable[[KernelKey], BiasGradientConfig]] = {
+    "mma_sync": mma_sync_bias_gradient,
     "sm90": hopper_bias_gradient,
 }
 """By the folder of the kernels."""

@@ -66,6 +66,8 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     48 + 40; 256: 64 + 32.
     """
     packs_heads = key.is_split
+    if key.has_bias:
+        return _forward_with_bias(key)
     if key.head_dim <= 64:
         return MmaSyncForward(64, q_in_registers=True, packs_heads=packs_heads)
     if key.head_dim <= 96:
@@ -88,6 +90,16 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
         packs_heads=packs_heads,
         opt_level=1 if is_general and is_small else 3,
     )
+
+
+def _forward_with_bias(key: KernelKey) -> MmaSyncForward:
+    """Where a thread holds the bias of a block beside its scores: 16 rows a warp."""
+    if key.head_dim <= 128:
+        return MmaSyncForward(64, warps=8, row_tiles=1)
+    if key.head_dim <= 192:
+        return MmaSyncForward(64, warps=8, row_tiles=1, stages=1)
+    opt_level = 1 if key.arch == "sm_120" else 3
+    return MmaSyncForward(32, warps=8, row_tiles=1, stages=1, opt_level=opt_level)
 
 
 @dataclass(frozen=True)
@@ -180,6 +192,11 @@ class MmaSyncBackward:
         return WARP_ROWS * self.warps // (2 if self.splits_results else 1)
 
     @property
+    def own_rows(self) -> int:
+        """Rows of a tile, keys, that warps own."""
+        return self.block_kv
+
+    @property
     def loaded_rows(self) -> int:
         """Query rows that are loaded at a time."""
         return self.block_q // (self.parts if self.splits_results else 1)
@@ -214,13 +231,51 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     40 + 40 + 8. With D = 256, dK and dV of 16 keys are 256 elements of a thread, so two warps share
     them: 128 + 8 + 4, and 64 KB + two times 16 + 2.
     """
+    parts = 2 if key.has_bias else 1
     if key.head_dim <= 64:
-        return MmaSyncBackward(warps=8, stages=2)
+        return MmaSyncBackward(warps=8, stages=2, parts=parts)
     # With the work of a sweep in registers, up to 32 bytes spill (ptxas 13.0).
     if key.head_dim <= 96:
-        return MmaSyncBackward(warps=8, work_words=SWEEP_WORDS)
+        return MmaSyncBackward(warps=8, parts=parts, work_words=SWEEP_WORDS)
     if key.head_dim > 192:
         return MmaSyncBackward(8, stages=2, parts=4, work_words=SWEEP_WORDS, splits_results=True)
     # A general mask takes registers: of halves of a block, some 400 bytes spill.
-    is_tight = key.head_dim > 128 and key.mask == "general"
+    is_tight = key.has_bias or (key.head_dim > 128 and key.mask == "general")
     return MmaSyncBackward(warps=4, parts=4 if is_tight else 2, work_words=SWEEP_WORDS)
+
+
+@dataclass(frozen=True)
+class MmaSyncBiasGradient:
+    """The tile and resources of a kernel that gives the gradient of a bias.
+
+    Attributes:
+        block_kv: keys of a tile.
+        warps: of a CTA; each owns 16 query rows.
+    """
+
+    block_kv: int
+    warps: int = 4
+    packs_heads: bool = False
+    is_persistent: bool = True
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one tile."""
+        return WARP_ROWS * self.warps
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of a tile, queries, that warps own."""
+        return self.block_q
+
+
+def mma_sync_bias_gradient(key: KernelKey) -> MmaSyncBiasGradient:
+    """The configuration for ``key``.
+
+    KB of shared memory for Q and dO, K and V, and the bias: D = 64: 16 + 16 + 16, so that two CTAs
+    share an SM; 96: 24 + 24 + 16; 128: 32 + 16 + 8; 192/128: 40 + 20 + 8; 256: 64 + 16 + 4. With 64
+    keys, D = 128 spills 8 bytes, 192/128 24 (DSL 4.8.1).
+    """
+    if key.head_dim <= 96:
+        return MmaSyncBiasGradient(block_kv=64)
+    return MmaSyncBiasGradient(block_kv=32 if key.head_dim <= 192 else 16)

@@ -391,15 +391,17 @@ def one_block_stands_for_all(kernels):
 
 def parts_are_not_summed(kernels):
     """The first part is the result."""
-    right = kernels.dbias.merge_kernel
+    right = kernels.dbias_host.merge_kernel
     return {
-        "dbias.merge_kernel": lambda d, parts, n, elements: right(d, parts, n * 0 + 1, elements)
+        "dbias_host.merge_kernel": lambda d, parts, n, elements: right(
+            d, parts, n * 0 + 1, elements
+        )
     }
 
 
 def rows_are_not_summed(kernels):
     """The first row of a tile stands for all."""
-    return {"dbias_roles.sum_rows": lambda *_: None}
+    return {"dbias_rows.sum_rows": lambda *_: None}
 
 
 def keys_are_not_summed(kernels):
@@ -409,8 +411,8 @@ def keys_are_not_summed(kernels):
 
 def a_cap_has_no_slope(kernels):
     """dS is that of the capped sum."""
-    right = kernels.dbias_roles.exponentiate
-    return {"dbias_roles.exponentiate": lambda x, stats, s, _: right(x, stats, s, False)}
+    right = kernels.dbias_rows.exponentiate
+    return {"dbias_rows.exponentiate": lambda x, stats, s, _: right(x, stats, s, False)}
 
 
 def unused_rows_count(kernels):
@@ -455,8 +457,8 @@ def test_kernels_without_a_fault_are_right(kernels, operation, biased):
 
 def kernel_modules():
     """Modules of the kernels, by their last names."""
-    names = ["bias", "softmax", "sm90.fragment_bias", "fragment_softmax"]
-    names += ["sm90.fragment_bias_columns", "sm90.dbias", "sm90.dbias_roles", "sm90.dbias_work"]
+    names = ["bias", "softmax", "fragment_bias", "fragment_softmax", "fragment_bias_columns"]
+    names += ["dbias_host", "dbias_rows", "dbias_work", "sm90.dbias_roles"]
     found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
     return SimpleNamespace(**found)
 

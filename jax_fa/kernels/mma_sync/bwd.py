@@ -17,7 +17,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from jax_fa.kernels import dense_mask, edges, fragments, primitives, segments, softmax, tiles
+from jax_fa.kernels import (
+    dense_mask,
+    edges,
+    fragment_bias_columns,
+    fragments,
+    primitives,
+    segments,
+    softmax,
+    tiles,
+)
 from jax_fa.kernels.backward_host import (
     BackwardCall,
     backward_entry,
@@ -54,6 +63,7 @@ from jax_fa.kernels.mma_sync.bwd_work import (
     BackwardVariant,
     Keys,
     anew,
+    bias_words,
     load_keys,
     load_queries,
     loaded_anew,
@@ -243,21 +253,28 @@ def differentiate_part(
 
     dS goes to shared memory as well.
     """
-    layout, has_soft_cap = tiles_of(variant), variant.key.has_soft_cap
+    layout = tiles_of(variant)
     q = x.smem.q + stage * layout.q.size_bytes + c.first_query * layout.q.width
     dout = x.smem.dout + stage * layout.dout.size_bytes + c.first_query * layout.dout.width
-    multiply_columns(variant, c, c.s, layout.k, x.smem.k, layout.q, q)
-    if const_expr(has_soft_cap):
+    words = bias_words(variant, c)
+    if const_expr(variant.key.has_bias):
+        fragment_bias_columns.load(variant, x, anew(c), work, at, words)
+    multiply_columns(variant, c.s, layout.k, x.smem.k, layout.q, q)
+    if const_expr(variant.key.has_soft_cap):
         softmax.cap(c.s, x.scalars.cap_inner_log2)
+    if const_expr(variant.key.has_bias):
+        fragment_bias_columns.add_columns(c.s, words, x.scalars.bias, variant.dtype)
     hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
     for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
         mask_block(variant, x, anew(c), products.hidden_from(work), at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
-    slope = cute.make_rmem_tensor_like(p) if const_expr(has_soft_cap) else p
+    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
     exponentiate(variant, c, x.smem.lse2[None, stage], x.scalars.score_log2, p, slope)
+    if const_expr(variant.key.has_bias):
+        fragment_bias_columns.to_slopes(variant, x, c, p, slope)
     multiply_rows(variant, c.dv, operands_of(p), layout.dout, dout)
     dp = c.s
-    multiply_columns(variant, c, dp, layout.v, x.smem.v, layout.dout, dout)
+    multiply_columns(variant, dp, layout.v, x.smem.v, layout.dout, dout)
     differentiate(c, x.smem.delta[None, stage], slope, dp)
     primitives.narrow(dp, ds)
     thread = products.thread_index()

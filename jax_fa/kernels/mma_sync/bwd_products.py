@@ -3,37 +3,37 @@
 Operands are in shared memory or, where they come out of an accumulator, in registers.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from jax_fa.kernels import edges, fragments
 from jax_fa.kernels.mma_sync import products
-from jax_fa.kernels.mma_sync.bwd_work import BackwardContext, BackwardVariant, Keys, tiles_of
+from jax_fa.kernels.mma_sync.bwd_work import BackwardContext, BackwardVariant, tiles_of
 from jax_fa.spec.config_mma_sync import WARP_ROWS
 
 
-def own_row(variant: BackwardVariant, thread: Int32) -> Int32:
-    """The first of the keys in the tile that a thread's warp owns."""
-    row = thread // edges.WARP * WARP_ROWS
-    return row % variant.config.block_kv if variant.config.splits_results else row
+def own_row(variant: Any, thread: Int32) -> Int32:
+    """The first of the rows in the tile that a thread's warp owns: of the keys, in a backward."""
+    row, config = thread // edges.WARP * WARP_ROWS, variant.config
+    return row % config.own_rows if config.own_rows < WARP_ROWS * config.warps else row
 
 
 @cute.jit
 def multiply_columns(
     variant: cutlass.Constexpr,
-    c: Keys,
     acc: cute.Tensor,
     keys: cutlass.Constexpr,
     own: Int32,
     queries: cutlass.Constexpr,
     rows: Int32,
 ):
-    """``acc`` = the warp's keys times queries transposed.
+    """``acc`` = the warp's keys times queries transposed, or the other way round.
 
     Args:
         variant: the variant.
-        c: the keys.
         acc: 16 keys by queries.
         keys: tile of k or v.
         own: its address.

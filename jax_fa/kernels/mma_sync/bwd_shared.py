@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from jax_fa.kernels import edges, fragments, primitives, softmax
+from jax_fa.kernels import edges, fragment_bias_columns, fragments, primitives, softmax
 from jax_fa.kernels.backward_work import Step, Work, await_turn, next_step, pass_turn
 from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
 from jax_fa.kernels.mma_sync import products
@@ -27,6 +27,7 @@ from jax_fa.kernels.mma_sync.bwd_work import (
     BackwardVariant,
     Keys,
     anew,
+    bias_words,
     load_queries,
     taken_up,
     tiles_of,
@@ -86,7 +87,7 @@ def add_part(
     # D = Dv: the operands of one group's products have the layouts of the other's.
     has_dv = c.index == DV
     own = x.smem.k if has_dv else x.smem.v
-    multiply_columns(variant, c, c.s, tiles_of(variant).k, own, tile, q if has_dv else dout)
+    multiply_columns(variant, c.s, tiles_of(variant).k, own, tile, q if has_dv else dout)
     rounded = cute.make_rmem_tensor_like(c.s, variant.dtype)
     if has_dv:
         exponentiate_part(variant, x, anew(c), work, at, part, rounded)
@@ -116,12 +117,18 @@ def exponentiate_part(
     """Computes ``p`` of a part from the scores; what dS needs of it goes to shared memory."""
     if const_expr(variant.key.has_soft_cap):
         softmax.cap(c.s, x.scalars.cap_inner_log2)
-    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
     of_part = c._replace(first_query=part * variant.config.loaded_rows)
+    if const_expr(variant.key.has_bias):
+        words = bias_words(variant, c)
+        fragment_bias_columns.load(variant, x, of_part, work, at, words)
+        fragment_bias_columns.add_columns(c.s, words, x.scalars.bias, variant.dtype)
+    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
     for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
         mask_block(variant, x, of_part, products.hidden_from(work), at)
-    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.key.has_soft_cap) else p
+    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
     exponentiate(variant, c, x.smem.lse2[None, part % 2], x.scalars.score_log2, p, slope)
+    if const_expr(variant.key.has_bias):
+        fragment_bias_columns.to_slopes(variant, x, c, p, slope)
     put_words(variant, x, slope)
 
 

@@ -43,6 +43,11 @@ class BackwardVariant(NamedTuple):
         return self.key.mask == "general"
 
     @property
+    def may_cap(self) -> bool:
+        """There may be a soft cap, whose slope dS has as a factor."""
+        return self.key.has_soft_cap or self.key.has_bias
+
+    @property
     def dq_order(self) -> str:
         """Order of the sums of dQ (``backward_rows``)."""
         return "words"
@@ -143,6 +148,11 @@ def make_keys(variant: BackwardVariant) -> Keys:
         index=index,
         thread=thread % edges.WARPGROUP,
     )
+
+
+def bias_words(variant: BackwardVariant, c: Keys) -> cute.Tensor | None:
+    """Registers for the bias of a part's scores, if there is one."""
+    return cute.make_rmem_tensor((cute.size(c.s),), Int32) if variant.key.has_bias else None
 
 
 def _words_of(work: Work) -> list:

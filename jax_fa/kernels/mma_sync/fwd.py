@@ -21,6 +21,7 @@ from cutlass.memory import SmemAllocator
 from jax_fa.kernels import (
     dense_mask,
     edges,
+    fragment_bias,
     fragment_softmax,
     fragments,
     primitives,
@@ -53,7 +54,7 @@ from jax_fa.kernels.mma_sync.fwd_work import (
     ForwardSmem,
     RowTile,
     first_row,
-    load_q,
+    load_queries,
     load_rows,
     make_row_tiles,
     row_step,
@@ -175,7 +176,7 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
     if work.tile.is_valid:
         rows = make_row_tiles(variant)
         at = Place(work.blocks.end - 1, work.num_blocks)
-        load_q(variant, x, work)
+        load_queries(variant, x, tiles_of(variant).q, x.smem.q, x.arrays.q, work)
         load_k(variant, x, work, at)
         if const_expr(variant.config.stages > 1):
             load_v(variant, x, work, at)
@@ -255,6 +256,9 @@ def step(
     else:
         load_v(variant, x, work, at)
     cute.arch.cp_async_commit_group()
+    if const_expr(variant.key.has_bias):
+        for i in cutlass.range_constexpr(len(rows)):
+            fragment_bias.load(variant, x, anew(rows[i]), work, at.block, rows[i].bias)
     multiply_qk(variant, x, rows, queries, stage_of(variant, at))
     if const_expr(stages == 1):
         cute.arch.cp_async_wait_group(0)
@@ -318,12 +322,15 @@ def to_probabilities(
         one = rows[i]
         if const_expr(variant.key.has_soft_cap):
             softmax.cap(one.scores, x.scalars.cap_inner_log2)
+        if const_expr(variant.key.has_bias):
+            fragment_bias.add_rows(one.scores, one.bias, x.scalars.bias, variant.dtype)
         if const_expr(masked == "always"):
             mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
         if const_expr(masked == "maybe"):
             if hides:
                 mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
-        shrink = fragment_softmax.update(one.scores, one.state, x.scalars.scale_log2)
+        scale_log2, has_bias = x.scalars.scale_log2, variant.key.has_bias
+        shrink = fragment_softmax.update(one.scores, one.state, scale_log2, are_wide=has_bias)
         shrinking = shrinking | (shrink[0] != 1.0) | (shrink[1] != 1.0)
         shrinks.append(shrink)
     # A warp at a time. To scale only when a maximum has grown by much (FlashAttention-4) was 1 to

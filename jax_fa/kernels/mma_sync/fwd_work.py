@@ -63,6 +63,7 @@ class RowTile(NamedTuple):
     scores: cute.Tensor  # accumulator of 16 x block_kv
     out: cute.Tensor  # accumulator of 16 x Dv
     state: fragment_softmax.RowState
+    bias: Any  # words of the bias of the scores, one each, or None without one
     index: Int32  # which 64 rows
     thread: Int32  # in the four warps
 
@@ -78,11 +79,19 @@ def make_row_tiles(variant: Variant) -> list[RowTile]:
             scores=fragments.accumulator(config.block_kv),
             out=fragments.accumulator(variant.key.value_dim),
             state=fragment_softmax.make_row_state(),
+            bias=bias_words(variant),
             index=group + i * groups,
             thread=thread % edges.WARPGROUP,
         )
         for i in range(config.row_tiles)
     ]
+
+
+def bias_words(variant: Variant) -> cute.Tensor | None:
+    """Registers for the bias of 16 rows' scores, if there is one."""
+    if not variant.key.has_bias:
+        return None
+    return cute.make_rmem_tensor((variant.config.block_kv // 2,), Int32)
 
 
 def first_row(thread: Int32) -> Int32:
@@ -96,18 +105,34 @@ def row_step(variant: Variant) -> int:
 
 
 @cute.jit
-def load_q(variant: cutlass.Constexpr, x: ForwardContext, work: Work) -> None:
-    """Starts the load of the query tile. All threads."""
-    tile, span = tiles_of(variant).q, work.span
+def load_queries(
+    variant: cutlass.Constexpr,
+    x: Any,
+    tile: cutlass.Constexpr,
+    target: Int32,
+    array: cute.Tensor,
+    work: Work,
+) -> None:
+    """Starts the load of a tile of queries, or of what else has rows as they have. All threads.
+
+    Args:
+        variant: the variant.
+        x: the context.
+        tile: where it goes.
+        target: address of that.
+        array: (T, width, N, B).
+        work: whose queries they are.
+    """
+    span = work.span
     mine = piece_of_thread(tile, variant.plan.threads)
     step = tile.rows_of_pass(variant.plan.threads)
     for i in cutlass.range_constexpr(tile.rows // step):
         row = mine.row + i * step
         at = row_of_tile(variant, x, work, row)
         is_there = at.is_there & (at.position < span.own_slot)
-        rows = x.arrays.q[None, None, at.head, work.tile.batch]
+        rows = array[None, None, at.head, work.tile.batch]
         source = address_of_row(rows, span.own_start + at.position) + mine.column_bytes(tile)
-        copy_row(tile, mine.panels, x.smem.q + mine.place(tile, row), source, is_there)
+        copy_row(tile, mine.panels, target + mine.place(tile, row), source, is_there)
 
 
 @cute.jit

@@ -11,12 +11,12 @@ from cutlass.pipeline import PipelineConsumer
 from jax_fa.kernels import (
     backward_rows,
     edges,
+    fragment_bias_columns,
     fragments,
     loads,
     primitives,
     softmax,
 )
-from jax_fa.kernels import bias as biases
 from jax_fa.kernels.backward_work import (
     Step,
     Work,
@@ -29,7 +29,7 @@ from jax_fa.kernels.backward_work import (
     work_on,
 )
 from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
-from jax_fa.kernels.sm90 import bwd_instructions, fragment_bias_columns
+from jax_fa.kernels.sm90 import bwd_instructions
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardConsumer,
     BackwardContext,
@@ -213,7 +213,7 @@ def step(
     lse2 = x.smem.lse2[None, q_full.index]
     exponentiate(variant, c, lse2, x.scalars.score_log2, p, slope)
     if const_expr(variant.key.has_bias):
-        to_slopes(variant, x, c, p, slope)
+        fragment_bias_columns.to_slopes(variant, x, c, p, slope)
     if const_expr(waits_for_s):
         # P and slope take the room of S; there is none for dP beside that.
         dout_full = dout.wait_and_advance()
@@ -299,22 +299,9 @@ def fetch_bias(
     if const_expr(variant.key.has_bias and variant.config.looks_ahead == is_ahead):
         if const_expr(is_ahead):
             if (at.q_block >= work.blocks.start) & (at.q_block < work.blocks.end):
-                load_bias(variant, x, c, work, at)
+                fragment_bias_columns.load(variant, x, c, work, at, c.bias)
         else:
-            load_bias(variant, x, c, work, at)
-
-
-@cute.jit
-def load_bias(
-    variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, work: Work, at: Step
-) -> None:
-    """``fetch_bias``, where there is something to load."""
-    bias, config = x.scalars.bias, variant.config
-    head = biases.address_of(bias, biases.row_of(bias, work.tile.batch, at.head, Int32(0)))
-    first_row = at.q_block * config.block_q + c.first_query + fragments.first_column(c.thread)
-    first_key = work.tile.block * config.block_kv + c.first_key
-    first_key = first_key + fragments.row_in_tile(c.thread)
-    fragment_bias_columns.load_columns(c.bias, bias, head, first_row, first_key)
+            fragment_bias_columns.load(variant, x, c, work, at, c.bias)
 
 
 @cute.jit
@@ -324,36 +311,6 @@ def to_logits(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsume
         softmax.cap(c.s, x.scalars.cap_inner_log2)
     if const_expr(variant.key.has_bias):
         fragment_bias_columns.add_columns(c.s, c.bias, x.scalars.bias, variant.dtype)
-
-
-@cute.jit
-def to_slopes(
-    variant: cutlass.Constexpr,
-    x: BackwardContext,
-    c: BackwardConsumer,
-    p: cute.Tensor,
-    slope: cute.Tensor,
-) -> None:
-    """Computes P times the slope of a cap that is a run-time value."""
-    slope.store(p.load())
-    if x.scalars.bias.soft_cap != 0.0:
-        times_slope(variant, c, slope)
-
-
-@cute.jit
-def times_slope(variant: cutlass.Constexpr, c: BackwardConsumer, p: cute.Tensor) -> None:
-    """Multiplies P, rounded, by the slope of the cap, whose results the scores hold."""
-    by_key, words = fragments.by_row(c.s), cute.recast_tensor(p, Int32)
-    for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
-        for r in cutlass.range_constexpr(fragments.ROWS):
-            word = fragments.ROWS * group + r
-            powers = primitives.widen(words[word], variant.dtype)
-            scores = [by_key[r, 2 * group + i] for i in range(2)]
-            # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
-            slopes = [cute.arch.fmax(1.0 - s * s, 0.0) for s in scores]
-            words[word] = primitives.narrow_pair(
-                powers[0] * slopes[0], powers[1] * slopes[1], variant.dtype
-            )
 
 
 @cute.jit

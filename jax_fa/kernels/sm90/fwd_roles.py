@@ -8,9 +8,9 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import bias as biases
 from jax_fa.kernels import (
     edges,
+    fragment_bias,
     fragment_softmax,
     fragments,
     loads,
@@ -32,7 +32,6 @@ from jax_fa.kernels.fragment_rows import (
     rows_of_thread,
     store_part,
 )
-from jax_fa.kernels.sm90 import fragment_bias
 from jax_fa.kernels.sm90.fwd_work import (
     ForwardConsumer,
     ForwardContext,
@@ -340,13 +339,7 @@ def fetch_bias(
 ) -> None:
     """Starts the loads of the bias of a block's scores, if there is a bias."""
     if const_expr(variant.key.has_bias):
-        bias, block_kv, addresses = x.scalars.bias, variant.config.block_kv, []
-        for at in rows_of_thread(variant, x, c, work):
-            row = biases.row_of(bias, work.tile.batch, at.head, at.position)
-            addresses.append(biases.address_of(bias, row))
-        rows = fragment_bias.RowBytes(*addresses)
-        first_key = block * block_kv + fragments.first_column(c.thread)
-        fragment_bias.load_rows(c.bias, bias, rows, first_key, block_kv)
+        fragment_bias.load(variant, x, c, work, block, c.bias)
 
 
 @cute.jit

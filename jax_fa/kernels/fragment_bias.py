@@ -5,7 +5,7 @@ products run. Where the elements are of 16 bits and neighbours along a fragment'
 two; else one.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,6 +14,8 @@ from cutlass import Int32, Int64
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import fragments, primitives
 from jax_fa.kernels.bias import Bias
+from jax_fa.kernels.forward_work import Work
+from jax_fa.kernels.fragment_rows import rows_of_thread
 
 
 class RowBytes(NamedTuple):
@@ -69,6 +71,19 @@ def load_rows(
                     key = biases.key_of(bias, first_key + 8 * g + c).to(Int64) * 4
                     for r in cutlass.range_constexpr(fragments.ROWS):
                         words[4 * g + 2 * r + c] = biases.load_word(rows[r] + key)
+
+
+@cute.jit
+def load(
+    variant: cutlass.Constexpr, x: Any, c: Any, work: Work, block: Int32, words: cute.Tensor
+) -> None:
+    """Starts the loads of the bias of a block's scores, for a ``c`` of ``fragment_rows.py``."""
+    bias, block_kv, addresses = x.scalars.bias, variant.config.block_kv, []
+    for at in rows_of_thread(variant, x, c, work):
+        row = biases.row_of(bias, work.tile.batch, at.head, at.position)
+        addresses.append(biases.address_of(bias, row))
+    first_key = block * block_kv + fragments.first_column(c.thread)
+    load_rows(words, bias, RowBytes(*addresses), first_key, block_kv)
 
 
 @cute.jit

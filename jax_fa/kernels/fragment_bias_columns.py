@@ -1,13 +1,16 @@
 """Bias as a backward reads it, whose fragments have keys for rows (``fragment_bias.py``)."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import fragments, primitives
+from jax_fa.kernels.backward_work import Step, Work
 from jax_fa.kernels.bias import Bias
-from jax_fa.kernels.sm90.fragment_bias import add_words
+from jax_fa.kernels.fragment_bias import add_words
 
 
 @cute.jit
@@ -55,3 +58,46 @@ def add_columns(acc: cute.Tensor, words: cute.Tensor, bias: Bias, dtype: cutlass
     else:
         add_words(acc, words, bias)
     biases.cap(bias, acc)
+
+
+@cute.jit
+def load(
+    variant: cutlass.Constexpr, x: Any, c: Any, work: Work, at: Step, words: cute.Tensor
+) -> None:
+    """Starts the loads of the bias of a step's scores, for a ``c`` of ``fragment_keys.py``."""
+    bias, config = x.scalars.bias, variant.config
+    head = biases.address_of(bias, biases.row_of(bias, work.tile.batch, at.head, Int32(0)))
+    first_row = at.q_block * config.block_q + c.first_query + fragments.first_column(c.thread)
+    first_key = work.tile.block * config.block_kv + c.first_key
+    first_key = first_key + fragments.row_in_tile(c.thread)
+    load_columns(words, bias, head, first_row, first_key)
+
+
+@cute.jit
+def to_slopes(
+    variant: cutlass.Constexpr,
+    x: Any,
+    c: Any,
+    p: cute.Tensor,
+    slope: cute.Tensor,
+) -> None:
+    """Computes P times the slope of a cap that is a run-time value."""
+    slope.store(p.load())
+    if x.scalars.bias.soft_cap != 0.0:
+        times_slope(variant, c, slope)
+
+
+@cute.jit
+def times_slope(variant: cutlass.Constexpr, c: Any, p: cute.Tensor) -> None:
+    """Multiplies P, rounded, by the slope of the cap, whose results the scores hold."""
+    by_key, words = fragments.by_row(c.s), cute.recast_tensor(p, Int32)
+    for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
+        for r in cutlass.range_constexpr(fragments.ROWS):
+            word = fragments.ROWS * group + r
+            powers = primitives.widen(words[word], variant.dtype)
+            scores = [by_key[r, 2 * group + i] for i in range(2)]
+            # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+            slopes = [cute.arch.fmax(1.0 - s * s, 0.0) for s in scores]
+            words[word] = primitives.narrow_pair(
+                powers[0] * slopes[0], powers[1] * slopes[1], variant.dtype
+            )

@@ -1,0 +1,196 @@
+"""What there is to do for a tile of the gradient of a bias.
+
+A context ``x`` has the ``scalars`` of a forward, and in ``grid`` and ``arrays`` what is made here.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from jax_fa.kernels import tiles
+from jax_fa.kernels.bias import Bias
+from jax_fa.kernels.forward_work import Work, seen_from
+from jax_fa.spec import backward_division
+from jax_fa.spec.band import ceil_div
+
+
+class Arrays(NamedTuple):
+    """Global arrays. On Hopper, the first four as TMA sees them."""
+
+    q: cute.Tensor  # (T, D, N, B)
+    k: cute.Tensor  # (S, D, K, B)
+    v: cute.Tensor  # (S, Dv, K, B)
+    dout: cute.Tensor  # (T, Dv, N, B)
+    lse: cute.Tensor  # (T, N, B)
+    delta: cute.Tensor  # (T, N, B)
+    dbias: Bias  # of the bias's extents
+    parts: cute.Pointer  # float32, of the same extents for each part
+
+
+class Tiles(NamedTuple):
+    """The tiles of a bias.
+
+    Attributes:
+        heads: of the queries.
+        group: query heads per key/value head.
+        row_blocks: of a head of the bias.
+        key_blocks: of a row of the bias.
+        parts: of the batches and heads that share a tile; each counts as a tile of its own.
+        number: tiles of all heads.
+    """
+
+    heads: Int32
+    group: Int32
+    row_blocks: Int32
+    key_blocks: Int32
+    parts: Int32
+    number: Int32
+
+
+class Range(NamedTuple):
+    """Numbers from ``start`` to before ``end``."""
+
+    start: Int32
+    end: Int32
+
+
+class BiasTile(NamedTuple):
+    """A tile of the bias, and all that it is added to.
+
+    Attributes:
+        batch: of the bias.
+        head: of the bias.
+        row_block: of the bias.
+        key_block: of the bias.
+        part: of those that share it.
+        pairs: batches and heads of that part, as ``batch * heads + head`` of those that share it.
+        heads: how many heads of a batch share it.
+        row_blocks: blocks of queries.
+        key_blocks: blocks of keys.
+    """
+
+    batch: Int32
+    head: Int32
+    row_block: Int32
+    key_block: Int32
+    part: Int32
+    pairs: Range
+    heads: Int32
+    row_blocks: Range
+    key_blocks: Range
+
+
+@cute.jit
+def make_tiles(
+    variant: cutlass.Constexpr,
+    bias: Bias,
+    batch: Int32,
+    num_q_heads: Int32,
+    num_kv_heads: Int32,
+) -> Tiles:
+    """The tiles of a call."""
+    row_blocks = ceil_div(bias.rows, variant.config.block_q)
+    key_blocks = ceil_div(bias.keys, variant.config.block_kv)
+    own_heads, size = bias.batch * bias.heads, backward_division.DBIAS_TILE
+    parts = backward_division.dbias_parts(
+        own_heads * ceil_div(bias.rows, size) * ceil_div(bias.keys, size),
+        batch * num_q_heads // own_heads,
+        tiles.EXTREMES,
+    )
+    number = own_heads * row_blocks * key_blocks * parts
+    group = num_q_heads // num_kv_heads
+    return Tiles(num_q_heads, group, row_blocks, key_blocks, parts, number)
+
+
+@cute.jit
+def _swept(block: Int32, extent: Int32, length: Int32, size: cutlass.Constexpr[int]) -> Range:
+    """The blocks of a sequence that a block of an extent of the bias is added to."""
+    start, end = block, block + 1
+    if extent == 1:
+        start, end = Int32(0), ceil_div(length, size)
+    return Range(start, end)
+
+
+@cute.jit
+def bias_tile(variant: cutlass.Constexpr, x: Any, number: Int32) -> BiasTile:
+    """Tile ``number``: part by part, and the keys of a row of the bias one after the other."""
+    bias, grid, config = x.scalars.bias, x.grid, variant.config
+    q_len, kv_len = x.scalars.sequences.rows
+    tiles_of_part = grid.number // grid.parts
+    part = number // tiles_of_part
+    number = number - part * tiles_of_part
+    key_block = number % grid.key_blocks
+    rows = number // grid.key_blocks
+    row_block = rows % grid.row_blocks
+    head = rows // grid.row_blocks % bias.heads
+    batch = rows // grid.row_blocks // bias.heads
+    heads, batches = Int32(1), Int32(1)
+    if bias.heads == 1:
+        heads = grid.heads
+    if bias.batch == 1:
+        batches = cute.size(x.arrays.k, mode=[3])
+    pairs = batches * heads
+    size = ceil_div(pairs, grid.parts)
+    start = cutlass.min(part * size, pairs)
+    return BiasTile(
+        batch,
+        head,
+        row_block,
+        key_block,
+        part,
+        Range(start, cutlass.min(start + size, pairs)),
+        heads,
+        _swept(row_block, bias.rows, q_len, config.block_q),
+        _swept(key_block, bias.keys, kv_len, config.block_kv),
+    )
+
+
+class Step(NamedTuple):
+    """A block of queries of one head that a tile of the bias is added to.
+
+    Attributes:
+        work: the block, as a forward sees it.
+        blocks: of its keys, those that the tile is about and that a query sees.
+    """
+
+    work: Work
+    blocks: Range
+
+
+@cute.jit
+def step_at(
+    variant: cutlass.Constexpr, x: Any, tile: BiasTile, pair: Int32, row_block: Int32
+) -> Step:
+    """What there is to do for a block of queries of pair ``pair`` of a tile."""
+    sequences = x.scalars.sequences
+    q_len, kv_len = sequences.rows
+    # Of an extent of the bias of 1, everything; else its own.
+    batch, head = tile.batch + pair // tile.heads, tile.head + pair % tile.heads
+    zero, first_row = Int32(0), row_block * variant.config.block_q
+    span = tiles.Span(
+        batch,
+        zero,
+        zero,
+        q_len,
+        tiles.used_of(sequences.lengths.own, batch, q_len),
+        tiles.used_of(sequences.lengths.swept, batch, kv_len),
+        tiles.offset_of(sequences.q_offset, batch),
+        first_row,
+    )
+    window, blocks = seen_from(variant, x, span)
+    start = cutlass.max(blocks.start, tile.key_blocks.start)
+    end = cutlass.min(blocks.end, tile.key_blocks.end)
+    if first_row >= span.own_len:
+        end = start
+    place = tiles.Tile(Boolean(True), zero, row_block, head, head // x.grid.group, batch)
+    work = Work(place, span, window, blocks, end - start, zero)
+    return Step(work, Range(start, end))
+
+
+class RowStats(NamedTuple):
+    """What a thread needs to know of its two rows."""
+
+    lse2: list[Float32]
+    delta: list[Float32]
