@@ -20,11 +20,8 @@ from cutlass.memory import SmemAllocator
 from jax_fa.kernels import (
     dense_mask,
     edges,
-    fragment_bias_columns,
-    fragments,
     primitives,
     segments,
-    softmax,
     tiles,
 )
 from jax_fa.kernels.backward_host import (
@@ -39,23 +36,27 @@ from jax_fa.kernels.backward_work import (
     Scalars,
     Step,
     Work,
-    await_turn,
     first_step,
     narrow_rows,
     next_step,
-    pass_turn,
     tile_at,
     work_on,
 )
-from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
+from jax_fa.kernels.fragment_keys import differentiate, store
 from jax_fa.kernels.mma_sync import bwd_shared, products
+from jax_fa.kernels.mma_sync.bwd_part import (
+    acquire_dq,
+    exponentiate_part,
+    load_bias,
+    put_words,
+    release_dq,
+)
 from jax_fa.kernels.mma_sync.bwd_products import (
     fetch_ds,
     multiply_columns,
     multiply_dq,
     multiply_rows,
     operands_of,
-    own_row,
 )
 from jax_fa.kernels.mma_sync.bwd_work import (
     BackwardContext,
@@ -63,7 +64,6 @@ from jax_fa.kernels.mma_sync.bwd_work import (
     BackwardVariant,
     Keys,
     anew,
-    bias_words,
     load_keys,
     load_queries,
     loaded_anew,
@@ -74,7 +74,6 @@ from jax_fa.kernels.mma_sync.bwd_work import (
 )
 from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES
 from jax_fa.kernels.mma_sync.plan_bwd import backward_plan
-from jax_fa.kernels.unmasked import hides_pairs
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.key import KernelKey
@@ -256,36 +255,16 @@ def differentiate_part(
     layout = tiles_of(variant)
     q = x.smem.q + stage * layout.q.size_bytes + c.first_query * layout.q.width
     dout = x.smem.dout + stage * layout.dout.size_bytes + c.first_query * layout.dout.width
-    words = bias_words(variant, c)
-    if const_expr(variant.key.has_bias):
-        fragment_bias_columns.load(variant, x, anew(c), work, at, words)
+    words = load_bias(variant, x, c, work, at)
     multiply_columns(variant, c.s, layout.k, x.smem.k, layout.q, q)
-    if const_expr(variant.key.has_soft_cap):
-        softmax.cap(c.s, x.scalars.cap_inner_log2)
-    if const_expr(variant.key.has_bias):
-        fragment_bias_columns.add_columns(c.s, words, x.scalars.bias, variant.dtype)
-    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
-    for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
-        mask_block(variant, x, anew(c), products.hidden_from(work), at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
-    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
-    exponentiate(variant, c, x.smem.lse2[None, stage], x.scalars.score_log2, p, slope)
-    if const_expr(variant.key.has_bias):
-        fragment_bias_columns.to_slopes(variant, x, c, p, slope)
+    slope = exponentiate_part(variant, x, c, work, at, words, stage, p)
     multiply_rows(variant, c.dv, operands_of(p), layout.dout, dout)
     dp = c.s
     multiply_columns(variant, dp, layout.v, x.smem.v, layout.dout, dout)
     differentiate(c, x.smem.delta[None, stage], slope, dp)
     primitives.narrow(dp, ds)
-    thread = products.thread_index()
-    lane = thread % edges.WARP
-    words = fragments.pairs_by_row(ds)
-    tile, first_piece = layout.ds, c.first_query // products.COLUMNS
-    for r in cutlass.range_constexpr(fragments.ROWS):
-        row = own_row(variant, thread) + lane // 4 + 8 * r
-        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-            place = x.smem.ds + tile.place(row, first_piece + i) + lane % 4 * 4
-            products.store_word(place, words[r, i])
+    put_words(variant, x, ds, c.first_query // products.COLUMNS)
     return ds
 
 
@@ -305,9 +284,7 @@ def reduce_dq(
     own = c.index * (columns // 2 * edges.WARPGROUP) + anew(c).thread
     sums = sums + own * 4
     if const_expr(deterministic):
-        if cute.arch.thread_idx()[0] < edges.WARP:
-            await_turn(variant, x, work, at, 1)
-        cute.arch.sync_threads()
+        acquire_dq(variant, x, work, at)
     # Not all at once: beside dK and dV there is no room.
     if const_expr(variant.key.head_dim <= 128):
         width = next(w for w in (64, 48, 32) if columns % w == 0)
@@ -318,11 +295,7 @@ def reduce_dq(
         for first in cutlass.range(0, columns, 32, unroll=1):
             add_dq(variant, x, sums, c.index * columns, first, 32)
     if const_expr(deterministic):
-        # HAZARD: every addition of the CTA must be visible before the next key block's turn. They
-        # were made before the barrier, hence before the release.
-        cute.arch.sync_threads()
-        if cute.arch.thread_idx()[0] < edges.WARP:
-            pass_turn(variant, x, work, at)
+        release_dq(variant, x, work, at)
 
 
 @cute.jit

@@ -11,28 +11,32 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from jax_fa.kernels import edges, fragment_bias_columns, fragments, primitives, softmax
-from jax_fa.kernels.backward_work import Step, Work, await_turn, next_step, pass_turn
-from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
+from jax_fa.kernels import edges, fragments, primitives
+from jax_fa.kernels.backward_work import Step, Work, next_step
+from jax_fa.kernels.fragment_keys import differentiate, store
 from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync.bwd_part import (
+    acquire_dq,
+    exponentiate_part,
+    load_bias,
+    place_of_words,
+    put_words,
+    release_dq,
+)
 from jax_fa.kernels.mma_sync.bwd_products import (
     multiply_columns,
     multiply_dq,
     multiply_rows,
     operands_of,
-    own_row,
 )
 from jax_fa.kernels.mma_sync.bwd_work import (
     BackwardContext,
-    BackwardVariant,
     Keys,
     anew,
-    bias_words,
     load_queries,
     taken_up,
     tiles_of,
 )
-from jax_fa.kernels.unmasked import hides_pairs
 
 DV = 0
 """Group that computes P and dV; the other computes dS and dK."""
@@ -90,7 +94,10 @@ def add_part(
     multiply_columns(variant, c.s, tiles_of(variant).k, own, tile, q if has_dv else dout)
     rounded = cute.make_rmem_tensor_like(c.s, variant.dtype)
     if has_dv:
-        exponentiate_part(variant, x, anew(c), work, at, part, rounded)
+        of_part = anew(c)._replace(first_query=part * variant.config.loaded_rows)
+        words = load_bias(variant, x, of_part, work, at)
+        slope = exponentiate_part(variant, x, of_part, work, at, words, stage, rounded)
+        put_words(variant, x, slope)
     # HAZARD: P of the other group is in shared memory.
     cute.arch.sync_threads()
     if c.index != DV:
@@ -105,57 +112,12 @@ def add_part(
 
 
 @cute.jit
-def exponentiate_part(
-    variant: cutlass.Constexpr,
-    x: BackwardContext,
-    c: Keys,
-    work: Work,
-    at: Step,
-    part: Int32,
-    p: cute.Tensor,
-):
-    """Computes ``p`` of a part from the scores; what dS needs of it goes to shared memory."""
-    if const_expr(variant.key.has_soft_cap):
-        softmax.cap(c.s, x.scalars.cap_inner_log2)
-    of_part = c._replace(first_query=part * variant.config.loaded_rows)
-    if const_expr(variant.key.has_bias):
-        words = bias_words(variant, c)
-        fragment_bias_columns.load(variant, x, of_part, work, at, words)
-        fragment_bias_columns.add_columns(c.s, words, x.scalars.bias, variant.dtype)
-    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
-    for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
-        mask_block(variant, x, of_part, products.hidden_from(work), at)
-    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
-    exponentiate(variant, c, x.smem.lse2[None, part % 2], x.scalars.score_log2, p, slope)
-    if const_expr(variant.key.has_bias):
-        fragment_bias_columns.to_slopes(variant, x, c, p, slope)
-    put_words(variant, x, slope)
-
-
-def place_of_words(variant: BackwardVariant, x: BackwardContext, r: int, group: int) -> Int32:
-    """Where in shared memory a thread's pair of row ``r`` and of a group of 8 columns is."""
-    tile, thread = tiles_of(variant).ds, products.thread_index()
-    lane = thread % edges.WARP
-    row = own_row(variant, thread) + lane // 4 + 8 * r
-    return x.smem.ds + tile.place(row, group) + lane % 4 * 4
-
-
-@cute.jit
-def put_words(variant: cutlass.Constexpr, x: BackwardContext, tensor: cute.Tensor):
-    """Writes a fragment, keys by queries of a part, to shared memory."""
-    words = fragments.pairs_by_row(tensor)
-    for r in cutlass.range_constexpr(fragments.ROWS):
-        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-            products.store_word(place_of_words(variant, x, r, i), words[r, i])
-
-
-@cute.jit
 def get_words(variant: cutlass.Constexpr, x: BackwardContext, tensor: cute.Tensor):
     """Reads a fragment that the same thread of the other group has put there."""
-    words = fragments.pairs_by_row(tensor)
+    thread, words = products.thread_index(), fragments.pairs_by_row(tensor)
     for r in cutlass.range_constexpr(fragments.ROWS):
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-            words[r, i] = products.load_word(place_of_words(variant, x, r, i))
+            words[r, i] = products.load_word(place_of_words(variant, x, thread, r, i))
 
 
 @cute.jit
@@ -173,9 +135,7 @@ def reduce_dq(
     width = columns // edges.WARPS_PER_GROUP
     if const_expr(deterministic):
         if part == 0:
-            if cute.arch.thread_idx()[0] < edges.WARP:
-                await_turn(variant, x, work, at, 1)
-            cute.arch.sync_threads()
+            acquire_dq(variant, x, work, at)
     four = (work.scratch_row + at.q_block * config.block_q) * (variant.key.head_dim // 4)
     sums = x.scratch.dq_sum[None, four, at.head].iterator.toint()
     thread = products.thread_index()
@@ -188,11 +148,7 @@ def reduce_dq(
         products.add_to_global(place, dq[i])
     if const_expr(deterministic):
         if part == config.parts - 1:
-            # HAZARD: every addition of the CTA must be visible before the next key block's turn.
-            # They were made before the barrier, hence before the release.
-            cute.arch.sync_threads()
-            if cute.arch.thread_idx()[0] < edges.WARP:
-                pass_turn(variant, x, work, at)
+            release_dq(variant, x, work, at)
 
 
 @cute.jit

@@ -150,11 +150,6 @@ def make_keys(variant: BackwardVariant) -> Keys:
     )
 
 
-def bias_words(variant: BackwardVariant, c: Keys) -> cute.Tensor | None:
-    """Registers for the bias of a part's scores, if there is one."""
-    return cute.make_rmem_tensor((cute.size(c.s),), Int32) if variant.key.has_bias else None
-
-
 def _words_of(work: Work) -> list:
     """What a sweep uses of its work, but for what is a constant of the variant."""
     rest = (work.kv_start, work.kv_slot, work.q_start, work.scratch_row)

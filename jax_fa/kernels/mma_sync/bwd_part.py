@@ -1,0 +1,119 @@
+"""What both kinds of backward do with the scores of a part of a block of queries.
+
+``bwd.py`` has a warp compute all that its keys need, ``bwd_shared.py`` two.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from jax_fa.kernels import edges, fragment_bias_columns, fragments, softmax
+from jax_fa.kernels.backward_work import Step, Work, await_turn, pass_turn
+from jax_fa.kernels.fragment_keys import exponentiate, mask_block
+from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync.bwd_products import own_row
+from jax_fa.kernels.mma_sync.bwd_work import (
+    BackwardContext,
+    BackwardVariant,
+    Keys,
+    anew,
+    tiles_of,
+)
+from jax_fa.kernels.unmasked import hides_pairs
+
+
+@cute.jit
+def load_bias(
+    variant: cutlass.Constexpr, x: BackwardContext, c: Keys, work: Work, at: Step
+) -> cute.Tensor | None:
+    """Starts the loads of the bias of a part's scores, if there is one."""
+    words = None
+    if const_expr(variant.key.has_bias):
+        words = cute.make_rmem_tensor((cute.size(c.s),), Int32)
+        fragment_bias_columns.load(variant, x, anew(c), work, at, words)
+    return words
+
+
+@cute.jit
+def exponentiate_part(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    c: Keys,
+    work: Work,
+    at: Step,
+    words: cute.Tensor | None,
+    stage: Int32,
+    p: cute.Tensor,
+) -> cute.Tensor:
+    """Computes ``p`` from the scores; returns that times the slope of a cap.
+
+    Args:
+        variant: the variant.
+        x: what the kernel is about.
+        c: the warp's keys and the part of the queries.
+        work: the tile.
+        at: the block of queries.
+        words: what ``load_bias`` returned.
+        stage: where the queries' statistics are.
+        p: the result, rounded.
+    """
+    if const_expr(variant.key.has_soft_cap):
+        softmax.cap(c.s, x.scalars.cap_inner_log2)
+    if const_expr(variant.key.has_bias):
+        fragment_bias_columns.add_columns(c.s, words, x.scalars.bias, variant.dtype)
+    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
+    for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
+        mask_block(variant, x, anew(c), products.hidden_from(work), at)
+    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
+    lse2 = x.smem.lse2[None, stage]
+    exponentiate(variant, as_loaded(variant, c), lse2, x.scalars.score_log2, p, slope)
+    if const_expr(variant.key.has_bias):
+        fragment_bias_columns.to_slopes(variant, x, c, p, slope)
+    return slope
+
+
+def as_loaded(variant: BackwardVariant, c: Keys) -> Keys:
+    """``c``, its queries counted from the first that is in shared memory."""
+    return c._replace(first_query=0) if variant.config.splits_results else c
+
+
+def place_of_words(
+    variant: BackwardVariant, x: BackwardContext, thread: Int32, r: int, piece: int
+) -> Int32:
+    """Where in shared memory a thread's pair of row ``r`` and of 8 columns is, their ``piece``."""
+    tile, lane = tiles_of(variant).ds, thread % edges.WARP
+    row = own_row(variant, thread) + lane // 4 + 8 * r
+    return x.smem.ds + tile.place(row, piece) + lane % 4 * 4
+
+
+@cute.jit
+def put_words(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    tensor: cute.Tensor,
+    first_piece: cutlass.Constexpr[int] = 0,
+) -> None:
+    """Writes a fragment, keys by queries, to shared memory, from 8 queries of such number on."""
+    thread, words = products.thread_index(), fragments.pairs_by_row(tensor)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            place = place_of_words(variant, x, thread, r, first_piece + i)
+            products.store_word(place, words[r, i])
+
+
+@cute.jit
+def acquire_dq(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: Step) -> None:
+    """Waits until it is the CTA's turn to add to dQ of a block of queries. All threads."""
+    if cute.arch.thread_idx()[0] < edges.WARP:
+        await_turn(variant, x, work, at, 1)
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def release_dq(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: Step) -> None:
+    """Lets the next key block add. All threads."""
+    # HAZARD: every addition of the CTA must be visible before the next key block's turn. They were
+    # made before the barrier, hence before the release.
+    cute.arch.sync_threads()
+    if cute.arch.thread_idx()[0] < edges.WARP:
+        pass_turn(variant, x, work, at)
