@@ -15,7 +15,7 @@ from helpers.cases import Case, Dense, make
 from helpers.oracle import ULP, Values, complaint, shown, visible
 from helpers.recording import build, needs_compiler, needs_dsl, prebuilt, record
 
-from jax_fa.emulator import EmulationError, Memory, emulate
+from jax_fa.emulator import EmulationError, Memory, Options, emulate
 from jax_fa.spec import abi, schema, scratch
 from jax_fa.spec.arch import Operation
 from jax_fa.spec.config import choose_backward, choose_dbias, choose_forward
@@ -172,7 +172,15 @@ def given_of(biased: Biased, dtype: str = "bfloat16") -> Given:
     return Given(biased, data, case.semantics, biased.make(data.operands.q.dtype))
 
 
-def call(built: Any, operation: Operation, given: Given, *, seed: int = 1, **fields: float) -> Any:
+def call(
+    built: Any,
+    operation: Operation,
+    given: Given,
+    *,
+    seed: int = 1,
+    options: Options | None = None,
+    **fields: float,
+) -> Any:
     """Results of an entry, by name; what kernels do not write is NaN."""
     operands, semantics = given.operands, given.semantics
     problem, memory = Problem.of(operands, semantics), Memory()
@@ -218,7 +226,7 @@ def call(built: Any, operation: Operation, given: Given, *, seed: int = 1, **fie
     values |= {"bottom_right": band.alignment == "bottom_right", "num_sms": 2}
     values |= {"scale": semantics.scale, "soft_cap": semantics.soft_cap or 0.0, **fields}
     for launch in record(built, abi.PARAMETERS[operation], values):
-        emulate(built.ptx, launch, memory, seed=seed)
+        emulate(built.ptx, launch, memory, seed=seed, options=options)
     return results
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import test_bias
 from helpers.cases import Case, make
 from helpers.oracle import assert_close, tolerance
 from helpers.recording import needs_compiler, needs_dsl, prebuilt
@@ -14,9 +15,9 @@ from jax_fa.analysis import banks
 from jax_fa.emulator import Options
 from jax_fa.emulator.faults import EmulationError
 from jax_fa.kernels.edges import PlanError
-from jax_fa.kernels.mma_sync import plan, plan_bwd, plan_few
+from jax_fa.kernels.mma_sync import plan, plan_bwd, plan_dbias, plan_few
 from jax_fa.kernels.mma_sync.panels import Panels
-from jax_fa.spec.config import choose_backward, choose_forward
+from jax_fa.spec.config import choose_backward, choose_dbias, choose_forward
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.variants import VARIANTS
 
@@ -24,6 +25,7 @@ KEY = KernelKey("sm_80", "bfloat16", 64, 64, "causal")
 FEW = replace(KEY, mask="general", is_split=True, is_few=True)
 WIDE = replace(KEY, head_dim=256, value_dim=256)
 """Two warps share keys in its backward."""
+BIASED = replace(KEY, mask="general", has_bias=True)
 OURS = [variant for variant in VARIANTS if variant.kernels == "mma_sync"]
 CASE = Case("growing", q_len=200, kv_len=260, heads=2, kv_heads=1, is_causal=True)
 """Two tiles of queries; ragged on both sides."""
@@ -45,9 +47,12 @@ def plan_of(variant):
     """The checked plan of a variant."""
     if variant.key.is_few:
         return plan_few.few_plan(variant.key, choose_forward(variant.key))
-    if variant.operation == "fwd":
-        return plan.forward_plan(variant.key, choose_forward(variant.key))
-    return plan_bwd.backward_plan(variant.key, choose_backward(variant.key))
+    choose, make_plan = {
+        "fwd": (choose_forward, plan.forward_plan),
+        "bwd": (choose_backward, plan_bwd.backward_plan),
+        "dbias": (choose_dbias, plan_dbias.dbias_plan),
+    }[variant.operation]
+    return make_plan(variant.key, choose(variant.key))
 
 
 @pytest.mark.parametrize("variant", OURS, ids=lambda variant: variant.name)
@@ -99,12 +104,14 @@ def test_pieces_lie_where_the_count_of_bank_conflicts_has_them(columns):
 @pytest.fixture(scope="module")
 def faultless(tmp_path_factory):
     """The kernels without a fault."""
-    return {
-        "few": prebuilt(tmp_path_factory.mktemp("e"), "mma_sync.few", FEW, choose_forward(FEW)),
-        "fwd": prebuilt(tmp_path_factory.mktemp("f"), "mma_sync.fwd", KEY, choose_forward(KEY)),
-        "bwd": prebuilt(tmp_path_factory.mktemp("b"), "mma_sync.bwd", KEY, choose_backward(KEY)),
-        "wide": prebuilt(tmp_path_factory.mktemp("w"), "mma_sync.bwd", WIDE, choose_backward(WIDE)),
+    kinds = {
+        "few": ("mma_sync.few", FEW, choose_forward(FEW)),
+        "fwd": ("mma_sync.fwd", KEY, choose_forward(KEY)),
+        "bwd": ("mma_sync.bwd", KEY, choose_backward(KEY)),
+        "wide": ("mma_sync.bwd", WIDE, choose_backward(WIDE)),
+        "dbias": ("mma_sync.dbias", BIASED, choose_dbias(BIASED)),
     }
+    return {name: prebuilt(tmp_path_factory.mktemp(name), *kind) for name, kind in kinds.items()}
 
 
 def growing():
@@ -121,6 +128,11 @@ def check(operation, built):
             operands = make(FEW_CASE, "bfloat16").operands
             got = run(built, operands, FEW_CASE.semantics, num_splits=1, seed=1, options=options)
             assert_close(got, tolerance(operands, FEW_CASE.semantics), "bfloat16")
+        elif operation == "dbias":
+            for biased in (test_bias.SHARED, test_bias.BY_KEY):
+                given = test_bias.given_of(biased)
+                got = test_bias.call(built, operation, given, options=options)
+                test_bias.check(got, given)
         elif operation != "fwd":
             got, wanted, *_ = call(
                 built, WIDE_CASE if operation == "wide" else CASE, options=options
@@ -192,10 +204,15 @@ FAULTS = {
     "few-a block of other warps is not awaited": ("few", lambda t: without(BARRIER, 3, t)),
     "few-sums go where keys are still read": ("few", lambda t: without(BARRIER, 4, t)),
     "few-sums of other warps are not awaited": ("few", lambda t: without(BARRIER, 5, t)),
+    "dbias-queries are not awaited": ("dbias", lambda t: without(WAIT, 0, t)),
+    "dbias-dO is not awaited": ("dbias", lambda t: without(WAIT, 1, t)),
+    "dbias-keys are replaced while they are read": ("dbias", lambda t: without(BARRIER, 0, t)),
+    "dbias-keys of other warps are not awaited": ("dbias", lambda t: without(BARRIER, 1, t)),
+    "dbias-values of other warps are not awaited": ("dbias", lambda t: without(BARRIER, 2, t)),
 }
 
 
-@pytest.mark.parametrize("operation", ["few", "fwd", "bwd", "wide"])
+@pytest.mark.parametrize("operation", ["few", "fwd", "bwd", "wide", "dbias"])
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @needs_dsl
 @needs_compiler
