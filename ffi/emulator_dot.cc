@@ -197,11 +197,59 @@ JAX_FA_CLONES void MultiplyRows(const DotFactors& a, const DotFactors& b, int64_
   }
 }
 
+// A 16-bit factor; float32 holds it exactly. Without subnormal float32, which callers' threads may
+// take for zero.
+float FactorOf(uint32_t bits, bool is_bfloat16) {
+  if (is_bfloat16) return Bits<float>(bits << 16);
+  const uint32_t magnitude = bits & 0x7FFF, sign = (bits & 0x8000) << 16;
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
+  const uint32_t rebiased = (magnitude << 13) + ((127 - 15) << 23);
+  const uint32_t special = magnitude >= 0x7C00 ? 0x7F800000 : 0;
+  return Bits<float>((magnitude < 0x400 ? Bits<uint32_t>(subnormal) : rebiased | special) | sign);
+}
+
+// Puts a register's factors where they lie in [depth, rows], which has the first of them at `to`.
+void PlaceFactors(const uint32_t* lanes, bool is_bfloat16, int64_t rows, float* to) {
+  for (int lane = 0; lane < kFragmentLanes; ++lane) {
+    float* factors = to + lane % 4 * 2 * rows + lane / 4;
+    factors[0] = FactorOf(lanes[lane] & 0xFFFF, is_bfloat16);
+    factors[rows] = FactorOf(lanes[lane] >> 16, is_bfloat16);
+  }
+}
+
 }  // namespace
 
 void MultiplyAdd(const DotFactors& a, const DotFactors& b, int64_t depth, const DotAddend& addend,
                  const DotRule& rule, float* sum) {
   MultiplyRows(a, b, depth, addend, rule, ByRow(a, depth), ByBlock(b, depth), sum);
+}
+
+// The transpose, b a^T: its rows of 16 elements are what is computed at a time.
+void MultiplyFragments(const WarpOperands& operands, const DotRule& rule, float* result) {
+  constexpr int kDepth = 16, kRows = 16, kColumns = 8;
+  float a[kDepth * kRows], b[kDepth * kColumns], addend[kColumns * kRows], sum[kColumns * kRows];
+  for (int i = 0; i < 4; ++i) {
+    PlaceFactors(operands.a[i], operands.is_bfloat16, kRows, a + i / 2 * 8 * kRows + i % 2 * 8);
+  }
+  for (int i = 0; i < 2; ++i) {
+    PlaceFactors(operands.b[i], operands.is_bfloat16, kColumns, b + i * 8 * kColumns);
+  }
+  const auto place = [](int i, int lane) {
+    return (lane % 4 * 2 + i % 2) * kRows + i / 2 * 8 + lane / 4;
+  };
+  for (int i = 0; i < 4; ++i) {
+    for (int lane = 0; lane < kFragmentLanes; ++lane) {
+      addend[place(i, lane)] = operands.addend[i][lane];
+    }
+  }
+  const int least = operands.is_bfloat16 ? -126 : -14;
+  MultiplyAdd({b, kColumns, kColumns, least}, {a, kRows, kRows, least}, kDepth, {addend, kRows},
+              rule, sum);
+  for (int i = 0; i < 4; ++i) {
+    for (int lane = 0; lane < kFragmentLanes; ++lane) {
+      result[i * kFragmentLanes + lane] = sum[place(i, lane)];
+    }
+  }
 }
 
 }  // namespace jax_fa

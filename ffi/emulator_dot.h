@@ -3,6 +3,7 @@
 #ifndef JAX_FA_EMULATOR_DOT_H_
 #define JAX_FA_EMULATOR_DOT_H_
 
+#include <array>
 #include <cstdint>
 
 namespace jax_fa {
@@ -30,6 +31,19 @@ struct DotAddend {
 // sum [a.rows, b.rows] = addend + a^T b.
 void MultiplyAdd(const DotFactors& a, const DotFactors& b, int64_t depth, const DotAddend& addend,
                  const DotRule& rule, float* sum);
+
+constexpr int kFragmentLanes = 32;
+
+// What a warp's mma.sync.m16n8k16 reads: registers of all lanes, in the order of its operands.
+struct WarpOperands {
+  std::array<const uint32_t*, 4> a;  // two 16-bit factors a register
+  std::array<const uint32_t*, 2> b;
+  std::array<const float*, 4> addend;
+  bool is_bfloat16;  // else float16
+};
+
+// The four registers of the result, [4, kFragmentLanes].
+void MultiplyFragments(const WarpOperands& operands, const DotRule& rule, float* result);
 
 }  // namespace jax_fa
 

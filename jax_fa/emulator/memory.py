@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_fa.emulator import native
 from jax_fa.emulator.dot import Factors
 from jax_fa.emulator.faults import (
     AsyncHazardError,
@@ -196,6 +197,9 @@ class SharedMemory:
         self.writes = np.zeros(size // CHUNK, dtype=np.uint16)
         self.word_writes = np.zeros(size // WORD, dtype=np.uint16)
         self.claims: dict[Claim, None] = {}
+        self.loads = native.core and native.core.SharedLoads(
+            self.size, self.data, self.written, self.writes, self.word_writes
+        )
         # Decoded matrix operands, valid while `version` does not change.
         self.version = self.cache_version = 0
         self.cache: dict[tuple, Factors] = {}
@@ -217,6 +221,10 @@ class SharedMemory:
     def load(self, offsets: np.ndarray, size: int, count: int = 1) -> np.ndarray:
         """`count` elements of `size` bytes at each offset, which something must have written."""
         width = size * count
+        if self.loads is not None:
+            found = np.empty((len(offsets), count), DTYPES[UNSIGNED[size]])
+            if self.loads.load(offsets, width, found):
+                return found
         index = self._index(offsets, width)
         if self.claims:
             chunks = offsets >> np.uint32(4)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
+from jax_fa.emulator import native
 from jax_fa.emulator.cta import Warp
 from jax_fa.emulator.dot import Factors, Rule, multiply_add
 from jax_fa.emulator.faults import OutOfBoundsError
 from jax_fa.emulator.loadstore import address_reader, load_at, space_of, store_at
 from jax_fa.emulator.matrix import ELEMENT_BYTES
-from jax_fa.emulator.numerics import matrix_values, split_halves
+from jax_fa.emulator.numerics import matrix_values
 from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import Instruction
 from jax_fa.emulator.registry import Modifiers, Run, effect
@@ -20,8 +23,6 @@ from jax_fa.emulator.wgmma import Accumulator, a_fragment
 
 ROW_BYTES = 16
 """Of an 8 x 8 matrix of ldmatrix and stmatrix."""
-_LANE = np.arange(LANES)
-_ROW, _QUAD = _LANE // 4, _LANE % 4
 
 
 @effect("ldmatrix.sync.aligned stmatrix.sync.aligned")
@@ -39,39 +40,42 @@ def matrix_move(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> R
     reads = [] if loads else decoder.read_all(registers, "u4")
     if len(writes or reads) != count:
         raise mods.error(f"needs {count} registers")
-    addressed = np.arange(LANES) < 8 * count
-
-    # Of every lane's pair of elements in every matrix, or of its two elements when transposed: the
-    # lane that holds the address of the row, and the bytes from there.
-    size = 2 if transposed else 4
-    if transposed:
-        row_lanes = np.concatenate([8 * m + 2 * _QUAD + e for m in range(count) for e in (0, 1)])
-        offsets = np.tile(2 * _ROW, 2 * count)
-    else:
-        row_lanes = np.concatenate([8 * m + _ROW for m in range(count)])
-        offsets = np.tile(4 * _QUAD, count)
+    addressed = 8 * count
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
         slots = warp.slots
-        base = at(slots)
-        if (base[addressed] % base.dtype.type(ROW_BYTES)).any():
+        rows = at(slots)[:addressed]
+        if np.count_nonzero(rows % rows.dtype.type(ROW_BYTES)):
             raise OutOfBoundsError(f"{ins.opcode}: rows of a matrix lie at multiples of 16 bytes")
-        places = base[row_lanes] + offsets.astype(base.dtype)
-        lanes = mask if mask is FULL else np.tile(mask, len(places) // LANES)
+        lanes = mask if mask is FULL else mask[:addressed]
         if loads:
-            pieces = load_at(warp, space, places, lanes, size).astype(np.uint32).reshape(count, -1)
-            for write, found in zip(writes, pieces, strict=True):
-                both = found[:LANES] | found[LANES:] << np.uint32(16) if transposed else found
-                write(slots, both, mask)
+            found = load_at(warp, space, rows, lanes, 8, 2)
+            for write, words in zip(writes, _registers(found, transposed), strict=True):
+                write(slots, words, mask)
         else:
-            values = [read(slots) for read in reads]
-            if transposed:
-                values = [half for value in values for half in split_halves(value)]
-            store_at(warp, space, places, np.concatenate(values), lanes)
+            held = np.concatenate([read(slots) for read in reads])
+            store_at(warp, space, rows, _rows(held, transposed), lanes)
         warp.machine.count(f"bytes {ins.opcode.split('.')[0]}", 4 * LANES * count)
 
     return run
+
+
+def _registers(rows: np.ndarray, transposed: bool) -> np.ndarray:
+    """Rows of matrices, (8 of each, 16 bytes) -> registers (one of each, 32)."""
+    if transposed:
+        # Lane 4 r + q has elements r of rows 2 q and 2 q + 1.
+        halves = rows.view(np.uint16).reshape(-1, 4, 2, 8)
+        rows = np.ascontiguousarray(halves.transpose(0, 3, 1, 2))
+    return rows.view(np.uint32).reshape(-1, LANES)
+
+
+def _rows(registers: np.ndarray, transposed: bool) -> np.ndarray:
+    """The inverse of ``_registers``."""
+    if transposed:
+        halves = registers.view(np.uint16).reshape(-1, 8, 4, 2)
+        registers = np.ascontiguousarray(halves.transpose(0, 2, 3, 1))
+    return registers.view(np.uint64).reshape(-1, 2)
 
 
 def b_fragment(registers: list[np.ndarray], type_: str) -> np.ndarray:
@@ -100,13 +104,33 @@ def multiply(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     if (len(a_reads), len(b_reads)) != (2 * words, words):
         raise mods.error(f"needs {2 * words} registers of A and {words} of B")
     rule = Rule(a_type, d_type)
+    run_compiled = _compiled(decoder, ins, depth, rule)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
+        warp.machine.count("flops mma.sync", 2 * 16 * 8 * depth)
         slots = warp.slots
+        if mask is FULL and run_compiled is not None and run_compiled(slots):
+            return
         a_factors = Factors.of(a_fragment([r(slots) for r in a_reads], a_type), a_type)
         b_factors = Factors.of(b_fragment([r(slots) for r in b_reads], b_type), b_type)
         result.store(slots, multiply_add(a_factors, b_factors, addend.load(slots), rule), mask)
-        warp.machine.count("flops mma.sync", 2 * 16 * 8 * depth)
 
     return run
+
+
+def _compiled(
+    decoder: OperandDecoder, ins: Instruction, depth: int, rule: Rule
+) -> Callable[[list], bool] | None:
+    """The product by the compiled core, if it serves; False where it does not after all."""
+    d, a, b, c = (decoder.word_slots(operand) for operand in ins.operands)
+    is_served = depth == 16 and rule.type in ("f16", "bf16") and rule.result == "f32"
+    if native.core is None or not is_served or None in (a, b, c, d):
+        return None
+    homes = {decoder.home(register) for register in ins.operands[0].items}
+    if len(homes) > 1:
+        return None
+    makes_result = partial(np.empty, (4, LANES), DTYPES[homes.pop()])
+    digits_and_cut = rule.digits, rule.cut
+    is_bfloat16 = rule.type == "bf16"
+    return native.core.WarpMultiply(a, b, c, d, is_bfloat16, digits_and_cut, makes_result).run

@@ -5,13 +5,21 @@ Optional. Without the extension, numpy computes the same bits, several times slo
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
-core: Any = None
+import numpy as np
+
+
+def _core() -> Any:
+    """The extension, if there is one that finds the data of numpy's arrays where it looks."""
+    try:
+        from jax_fa import _jax_fa
+    except ImportError:
+        return None
+    probe = np.arange(4)
+    is_found = _jax_fa.address_of(probe) == probe.__array_interface__["data"][0]
+    return _jax_fa if is_found else None
+
+
+core: Any = _core()
 """The extension module, or None."""
-
-with suppress(ImportError):
-    from jax_fa import _jax_fa
-
-    core = _jax_fa

@@ -22,7 +22,7 @@ from jax_fa.emulator.ptx import (
     Symbol,
     Vector,
 )
-from jax_fa.emulator.values import FULL, POISON, Value, constant, converter, merge
+from jax_fa.emulator.values import FULL, POISON, SIZES, Value, constant, converter, merge
 
 Reader = Callable[[list], Value]
 Writer = Callable[[list, Value, np.ndarray], None]
@@ -118,6 +118,15 @@ class OperandDecoder:
         """Writers of a vector's items, or of the single operand."""
         items = operand.items if isinstance(operand, Vector) else (operand,)
         return [self.write(item, kind) for item in items]
+
+    def word_slots(self, operand: Operand) -> list[int] | None:
+        """Slots of a vector's items; None if one of them is not 32 lanes of 4 bytes."""
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        if any(isinstance(item, Sink | Negated) for item in items):
+            return None
+        sources = [self.source(item, "u4") for item in items]
+        is_plain = all(SIZES[self.kind_of(item, "u4")] == 4 for item in items)
+        return [source.slot for source in sources] if is_plain else None
 
     def write_rows(self, operand: Operand, kinds: list[str]) -> Callable:
         """A function (slots, arrays, mask) that stores an array into each item of a vector.

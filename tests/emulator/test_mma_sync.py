@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from helpers.ptx_kernels import a_words, c_fragment, load_words, registers, run, store_words
 
+from jax_fa.emulator import blocks, mma, native
+from jax_fa.emulator import run as emulation
 from jax_fa.emulator.faults import DivergenceError, OutOfBoundsError, UnknownInstructionError
 
 RANDOM = np.random.default_rng(5)
@@ -44,6 +46,41 @@ def test_mma_sync(type_, dtype):
     )
     expected = a.astype(np.float32) @ b.astype(np.float32) + c
     np.testing.assert_array_equal(out, c_fragment(expected))
+
+
+def factors(spread):
+    """Words of 16-bit factors: of all values, or with exponents close to each other."""
+    bits = RANDOM.integers(0, 2**16, (6, 64), np.uint16)
+    kept = {"all": 0xFFFF, "near": 0x83FF}[spread]
+    return (bits & np.uint16(kept) | np.uint16(0x3C00 & ~kept)).view(np.uint32)
+
+
+@pytest.mark.parametrize("type_", ["f16", "bf16"])
+@pytest.mark.parametrize("spread", ["all", "near"])
+@pytest.mark.skipif(native.core is None, reason="needs the extension")
+def test_compiled_mma_sync_has_the_bits_of_numpy(type_, spread, monkeypatch):
+    text = (
+        load_words(0, 6, "ab")
+        + load_words(8, 4, "c")
+        + f"mma.sync.aligned.m16n8k16.row.col.f32.{type_}.{type_}.f32 {registers(12, 4)}, "
+        f"{registers(0, 4)}, {registers(4, 2)}, {registers(8, 4)};" + store_words(12, 4, "out")
+    )
+    for _ in range(20):
+        words = factors(spread)
+        addend = RANDOM.standard_normal((4, 32)).astype(np.float32)
+        addend[RANDOM.random((4, 32)) < 0.1] = RANDOM.choice([0, -0.0, np.inf, np.nan, 3e38])
+        found = []
+        for core in (native.core, None):
+            monkeypatch.setattr(native, "core", core)
+            monkeypatch.setattr(blocks, "CODES", blocks.CODES if core else {})
+            if core is not None:  # and does all of it
+                monkeypatch.delattr(mma, "multiply_add")
+            emulation._program.cache_clear()
+            out = np.zeros((4, 32), np.float32)
+            run(text, {"ab": words, "c": addend, "out": out})
+            found.append(out.view(np.uint32))
+            monkeypatch.undo()
+        np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("num_a, num_b", [(2, 2), (4, 1)])
