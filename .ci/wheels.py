@@ -6,8 +6,9 @@
 import re
 import struct
 import sys
+import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 WHEEL_BYTES = 60_000_000  # the package index takes 100 MB
@@ -25,7 +26,7 @@ _CONTENTS = (
     r"jax_fa/([a-z]\w*/){0,2}\w+\.py",
     r"jax_fa/(emulator|kernels)/README\.md",
     r"jax_fa/(_jax_fa\.pyi|py\.typed)",
-    r"jax_fa/ptx/(fwd|bwd|dbias)_sm\d+_\w+\.ptx\.xz",
+    r"jax_fa/ptx/(sm\d+|mma_sync)_(fwd|bwd|dbias)_\w+\.tar\.xz",
     r"jax_fa-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|licenses/LICENSE)",
 )
 _NAME = re.compile(
@@ -75,7 +76,7 @@ def complaints(wheel: Path, wanted: set[str], variants: set[str] | None = None) 
     for file in sorted(wanted ^ held):
         yield f"lacks {file}" if file in wanted else f"holds {file}, which the checkout lacks"
     if variants is not None:
-        for variant in sorted(variants ^ ptx(sizes)):
+        for variant in sorted(variants ^ ptx(wheel)):
             yield f"{'lacks' if variant in variants else 'must not hold'} the PTX of {variant}"
     for what, size, limit in (
         ("the wheel", wheel.stat().st_size, WHEEL_BYTES),
@@ -93,10 +94,15 @@ def contents(wheel: Path) -> dict[str, int]:
         }
 
 
-def ptx(files: Iterable[str]) -> set[str]:
-    """The variants among ``files`` whose PTX is there."""
-    found = (re.fullmatch(r"jax_fa/ptx/(\w+)\.ptx\.xz", file) for file in files)
-    return {match[1] for match in found if match}
+def ptx(wheel: Path) -> set[str]:
+    """The variants whose PTX is in a wheel."""
+    found = set()
+    with zipfile.ZipFile(wheel) as files:
+        for name in files.namelist():
+            if name.startswith("jax_fa/ptx/") and name.endswith(".tar.xz"):
+                with files.open(name) as file, tarfile.open(fileobj=file, mode="r|xz") as archive:
+                    found |= {Path(text).stem for text in archive.getnames()}
+    return found
 
 
 def summary(wheel: Path) -> str:
@@ -105,7 +111,7 @@ def summary(wheel: Path) -> str:
     texts = sum(size for file, size in sizes.items() if file.startswith("jax_fa/ptx/"))
     return (
         f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, installed "
-        f"{sum(sizes.values()) / 1e6:.1f} MB, of which PTX of {len(ptx(sizes))} variants "
+        f"{sum(sizes.values()) / 1e6:.1f} MB, of which PTX of {len(ptx(wheel))} variants "
         f"{texts / 1e6:.1f} MB"
     )
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import lzma
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 
 from jax_fa.analysis import listing, machine_code
 from jax_fa.aot import compare, compiler, cubins, kernel_table
-from jax_fa.spec import variants
+from jax_fa.spec import ptx_archives, variants
 from jax_fa.spec.arch import ARCHS, OPERATIONS, arch_named, arch_of, arch_of_target
 from jax_fa.spec.band import Band
 from jax_fa.spec.problem import Problem, Semantics
@@ -308,7 +307,7 @@ def test_compiling_leaves_object_header_ptx_table_and_report(compiled):
         "fwd_sm90_bf16_d64_full.h",
         "fwd_sm90_bf16_d64_full.o",
         "fwd_sm90_bf16_d64_full.ptx",
-        "fwd_sm90_bf16_d64_full.ptx.xz",
+        "sm90_fwd_d64_full.tar.xz",
         "kernel_table.gen.cc",
         "report.json",
     }
@@ -370,11 +369,11 @@ def test_an_unchanged_variant_is_not_compiled_again(compiled, tmp_path, monkeypa
     assert "1 of 1 objects are unchanged" in capsys.readouterr().err
 
 
-def test_an_entry_that_lacks_its_compressed_ptx_is_not_done(tmp_path):
+def test_an_entry_that_lacks_its_ptx_is_not_done(tmp_path):
     job = compiler.Job(VARIANTS[0], "x86_64", tmp_path / "entry")
     job.path(".json").touch()
     assert not job.is_done
-    job.path(".ptx.xz").touch()
+    job.path(".ptx").touch()
     assert job.is_done
 
 
@@ -445,18 +444,21 @@ def test_the_softmax_loop_in_machine_code_has_the_tile_of_the_configuration(comp
 def folder_of(path, **texts):
     path.mkdir()
     for name, ptx in texts.items():
-        (path / f"{name}.ptx.xz").write_bytes(lzma.compress(ptx.encode()))
+        archive = path / ptx_archives.archive_of(name)
+        archive.write_bytes(ptx_archives.packed({name: ptx.encode()}))
     return str(path)
 
 
 def test_builds_are_equal_but_for_names_of_kernels(tmp_path, capsys):
     ptx = ".visible .entry {0}(.param .b64 {0}_param_0) {{ ret; }}"
-    before = folder_of(tmp_path / "before", a=ptx.format("k_of_ForwardCall"), b=ptx.format("x"))
-    renamed = folder_of(tmp_path / "renamed", a=ptx.format("k"), b=ptx.format("x"))
+    one, two = "bwd_sm90_bf16_d64_full", "fwd_sm90_bf16_d64_full"
+    texts = {one: ptx.format("k_of_ForwardCall"), two: ptx.format("x")}
+    before = folder_of(tmp_path / "before", **texts)
+    renamed = folder_of(tmp_path / "renamed", **texts | {one: ptx.format("k")})
     assert compare.main([before, renamed]) == 0
     assert capsys.readouterr().out == "2 variants, 0 of them different\n"
-    other = folder_of(tmp_path / "other", a=ptx.format("k").replace("ret", "exit"))
+    other = folder_of(tmp_path / "other", **{one: ptx.format("k").replace("ret", "exit")})
     assert compare.main([before, other]) == 1
     first, second, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("a: line 1: '.visible .entry kernel0") and "exit; }'" in first
-    assert second == f"b: is not in {other}" and last == "2 variants, 2 of them different"
+    assert first.startswith(f"{one}: line 1: '.visible .entry kernel0") and "exit; }'" in first
+    assert second == f"{two}: is not in {other}" and last == "2 variants, 2 of them different"

@@ -35,6 +35,7 @@ TOWERS = {
         Layer("mask_mods"),
         Layer("spec.band"),
         Layer("spec.arch"),
+        Layer("spec.ptx_archives"),
         Layer("spec.division"),
         Layer("spec.backward_division"),
         Layer("spec.schema"),

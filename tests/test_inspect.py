@@ -1,7 +1,6 @@
 """The audit of compiled kernels: machine code, bank conflicts, verdicts, what is printed."""
 
 import json
-import lzma
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax_fa
 from jax_fa.analysis import audit, banks, listing, machine_code, ptx_text
 from jax_fa.analysis.machine_code import Code, Instruction
 from jax_fa.aot import cubins
+from jax_fa.spec import ptx_archives
 from jax_fa.spec.arch import OPERATIONS
 from jax_fa.spec.config_sm100 import blackwell_forward
 from jax_fa.spec.variants import BY_NAME, VARIANTS
@@ -417,10 +417,10 @@ def compiled_ptx():
     """Variant -> PTX of the extension's kernels for tensor memory."""
     folder = Path(jax_fa._jax_fa.__file__).parent / "ptx"
     return {
-        variant: lzma.decompress(path.read_bytes()).decode()
+        variant: text.decode()
         for variant in VARIANTS
         if audit.expectation(variant).mma == "tcgen05.mma"
-        and (path := folder / f"{variant.name}.ptx.xz").exists()
+        and (text := ptx_archives.read(folder, variant.name)) is not None
     }
 
 
@@ -507,6 +507,10 @@ def test_variants_at_one_roof_are_named_in_few_words():
     assert listing._summary(group, every) == "fwd 64 causal, 128, 192/128"
 
 
+def packed(text):
+    return ptx_archives.packed({FORWARD.name: text.encode()})
+
+
 def test_reports_are_printed_and_a_problem_is_the_exit_status(
     kernel, tmp_path, monkeypatch, capsys
 ):
@@ -514,14 +518,14 @@ def test_reports_are_printed_and_a_problem_is_the_exit_status(
     monkeypatch.setattr(machine_code, "find_nvdisasm", lambda: tmp_path)
     monkeypatch.setattr(machine_code, "disassemble", lambda path, nvdisasm: (softmax_code(),))
     path = tmp_path / "out.json"
-    ptx = tmp_path / f"{FORWARD.name}.ptx.xz"
+    ptx = tmp_path / ptx_archives.archive_of(FORWARD.name)
     assert listing.main([str(tmp_path)]) == 1
-    assert f"no {ptx.name} to check" in capsys.readouterr().out
-    ptx.write_bytes(lzma.compress(without(HAND_OVER, "wait::st").encode()))
+    assert "no PTX to check" in capsys.readouterr().out
+    ptx.write_bytes(packed(without(HAND_OVER, "wait::st")))
     assert listing.main([str(tmp_path), "--no-sass"]) == 1
     line = line_of(HAND_OVER, "fence::before")
     assert f"{FORWARD.name}: PTX line {line}: before without" in capsys.readouterr().out
-    ptx.write_bytes(lzma.compress(HAND_OVER.encode()))
+    ptx.write_bytes(packed(HAND_OVER))
     assert listing.main([str(tmp_path), "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     assert f"{FORWARD.name}: tcgen05.mma, TMA both ways" in printed

@@ -8,6 +8,8 @@ import pytest
 import release
 import wheels
 
+from jax_fa.spec import ptx_archives
+
 ROOT = Path(__file__).parent.parent
 
 SOURCES = {
@@ -34,18 +36,24 @@ NAME = "jax_fa-0.1.0-cp312-abi3-manylinux_2_34_x86_64.whl"
 EXTENSION = "jax_fa/_jax_fa.abi3.so"
 
 
+def archive(variant):
+    """The file of a wheel with a variant's PTX, and its bytes."""
+    name = f"jax_fa/ptx/{ptx_archives.archive_of(variant)}"
+    return name, ptx_archives.packed({variant: b""})
+
+
 @pytest.fixture
 def complaints(tmp_path):
     """What the checker says of a wheel, by its name, extension, and what is added or left out."""
 
     def found(name=NAME, extension=(EXTENSION, X86), *, extra=(), lacks=()):
-        texts = (f"jax_fa/ptx/{variant}.ptx.xz" for variant in VARIANTS)
-        files = dict.fromkeys((*SOURCES, *INFORMATION, *texts), b"") | dict([extension])
+        files = dict.fromkeys((*SOURCES, *INFORMATION), b"") | dict([extension])
+        files |= dict(archive(variant) for variant in VARIANTS)
         files |= dict(extra)
-        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("jax_fa/", b"")  # auditwheel lists folders too
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as wheel:
+            wheel.writestr("jax_fa/", b"")  # auditwheel lists folders too
             for file in sorted(files.keys() - set(lacks)):
-                archive.writestr(file, files[file])
+                wheel.writestr(file, files[file])
         return list(wheels.complaints(tmp_path / name, SOURCES, VARIANTS))
 
     return found
@@ -90,10 +98,8 @@ def test_what_is_missing_is_found(complaints, file):
 
 def test_ptx_is_that_of_the_kernels(complaints):
     lost, added = "fwd_sm90_bf16_d64_full", "fwd_sm90_bf16_d64_causal"
-    assert complaints(lacks=[f"jax_fa/ptx/{lost}.ptx.xz"]) == [f"lacks the PTX of {lost}"]
-    assert complaints(extra=[(f"jax_fa/ptx/{added}.ptx.xz", b"")]) == [
-        f"must not hold the PTX of {added}"
-    ]
+    assert complaints(lacks=[archive(lost)[0]]) == [f"lacks the PTX of {lost}"]
+    assert complaints(extra=[archive(added)]) == [f"must not hold the PTX of {added}"]
 
 
 def test_an_extension_for_another_processor_is_found(complaints):

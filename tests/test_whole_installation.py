@@ -29,8 +29,9 @@ INSTALLED = """
 import json, pathlib, jax_fa
 from jax_fa import _jax_fa
 from jax_fa.runtime import bindings
+from jax_fa.spec import ptx_archives
 extension = pathlib.Path(_jax_fa.__file__)
-ptx = [path.name.removesuffix(".ptx.xz") for path in (extension.parent / "ptx").glob("*.ptx.xz")]
+ptx = ptx_archives.read_all(extension.parent / "ptx")
 print(json.dumps([jax_fa.api.__file__, str(extension), sorted(bindings.compiled()), sorted(ptx)]))
 """
 

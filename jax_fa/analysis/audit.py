@@ -9,7 +9,6 @@ sources, which it keeps apart: *compiled* (read from the object and its PTX), *p
 from __future__ import annotations
 
 import importlib
-import lzma
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -346,14 +345,14 @@ def audit_code(report: Report, variant: Variant, code: Sequence[machine_code.Cod
         )
 
 
-def audit_ptx(report: Report, variant: Variant, path: Path) -> None:
-    """Adds to ``report`` how the PTX at ``path`` hands tensor memory over (``ptx_text.py``)."""
+def audit_ptx(report: Report, variant: Variant, ptx: bytes | None) -> None:
+    """Adds to ``report`` how the PTX hands tensor memory over (``ptx_text.py``)."""
     if expectation(variant).mma != "tcgen05.mma":
         return
-    if not path.exists():
-        report.problems.append(f"no {path.name} to check the use of tensor memory in")
+    if ptx is None:
+        report.problems.append("no PTX to check the use of tensor memory in")
         return
-    found = ptx_text.complaints(lzma.decompress(path.read_bytes()).decode())
+    found = ptx_text.complaints(ptx.decode())
     report.problems.extend(found)
     if not found:
         report.praise.append("tensor memory handed over in order")

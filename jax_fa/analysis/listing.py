@@ -26,6 +26,7 @@ from typing import Any
 
 from jax_fa.analysis import audit, banks, drawing, machine_code, roofline
 from jax_fa.analysis.audit import Lengths, Model, Report
+from jax_fa.spec import ptx_archives
 from jax_fa.spec.arch import arch_named
 from jax_fa.spec.variants import BY_NAME, VARIANTS, Variant
 
@@ -350,7 +351,7 @@ def _audited(options: argparse.Namespace, variants: Sequence[Variant]) -> list[R
         report = audit.resources(variant, path, dynamic.get(variant.name, ()))
         if nvdisasm is not None:
             audit.audit_code(report, variant, machine_code.disassemble(path, nvdisasm))
-        audit.audit_ptx(report, variant, path.with_suffix(".ptx.xz"))
+        audit.audit_ptx(report, variant, ptx_archives.read(options.folder, variant.name))
         return report
 
     # Most of the time is the disassembler's, a process of its own.

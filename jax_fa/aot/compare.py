@@ -1,6 +1,6 @@
 """Compares the kernels of two builds: ``python -m jax_fa.aot.compare BEFORE AFTER``.
 
-Both are folders with ``NAME.ptx.xz``, which ``python -m jax_fa.aot --output`` fills and an
+Both are folders with archives of PTX, which ``python -m jax_fa.aot --output`` fills and an
 installation has (``jax_fa/ptx``). Texts are equal if they are once kernels have numbers for names:
 these spell the Python types of arguments. The exit status is 1 if a text or a variant differs.
 """
@@ -8,14 +8,13 @@ these spell the Python types of arguments. The exit status is 1 if a text or a v
 from __future__ import annotations
 
 import argparse
-import lzma
 import re
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-_SUFFIX = ".ptx.xz"
+from jax_fa.spec import ptx_archives
 
 
 def without_names(ptx: str) -> str:
@@ -38,16 +37,16 @@ def first_difference(one: str, other: str) -> str:
 def compare(before: Path, after: Path) -> dict[str, str]:
     """In what each variant of either folder differs, by name; "" where it does not."""
     folders = (before, after)
-    found = [{path.name: path for path in folder.glob(f"*{_SUFFIX}")} for folder in folders]
+    found = [ptx_archives.read_all(folder) for folder in folders]
     differences = {}
     for name in sorted(found[0].keys() | found[1].keys()):
-        lacking = [str(f) for f, paths in zip(folders, found, strict=True) if name not in paths]
+        lacking = [str(f) for f, texts in zip(folders, found, strict=True) if name not in texts]
         if lacking:
             difference = f"is not in {lacking[0]}"
         else:
-            texts = (lzma.decompress(paths[name].read_bytes()).decode() for paths in found)
-            difference = first_difference(*map(without_names, texts))
-        differences[name.removesuffix(_SUFFIX)] = difference
+            both = (without_names(texts[name].decode()) for texts in found)
+            difference = first_difference(*both)
+        differences[name] = difference
     return differences
 
 
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     differences = compare(options.before, options.after)
     if not differences:
-        parser.error(f"neither {options.before} nor {options.after} holds a *{_SUFFIX}")
+        parser.error(f"neither {options.before} nor {options.after} holds PTX")
     for name, difference in differences.items():
         if difference:
             print(f"{name}: {difference}")  # noqa: T201

@@ -4,7 +4,8 @@ Needs nvidia-cutlass-dsl, and no GPU. Leaves in DIR, for every chosen variant of
 
     NAME.o               machine code for the GPU, and the host function that launches it
     NAME.h               what the exporter says about NAME.o; for reading, not compiled
-    NAME.ptx.xz          what the emulator executes; installed beside the extension
+    KIND.tar.xz          what the emulator executes, of several variants; installed beside the
+                         extension
     NAME.ptx             with ``--keep-ptx``: the same for reading
     kernel_table.gen.cc  the C++ side of the list: ffi/kernel_table.h
     report.json          registers, stack, shared memory, seconds, bytes of each variant
@@ -35,7 +36,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import lzma
 import multiprocessing
 import os
 import platform
@@ -44,15 +44,15 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jax_fa.aot import cubins, kernel_table
 from jax_fa.aot.stand_ins import stand_ins
-from jax_fa.spec import config
+from jax_fa.spec import config, ptx_archives
 from jax_fa.spec.arch import ARCHS
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.variants import Variant, of_families
@@ -101,7 +101,7 @@ class Job:
     @property
     def is_done(self) -> bool:
         """True if the cache holds the entry; its record is written last."""
-        return self.path(".json").exists() and self.path(".ptx.xz").exists()
+        return self.path(".json").exists() and self.path(".ptx").exists()
 
 
 def select(globs: Sequence[str], archs: Sequence[str]) -> list[Variant]:
@@ -169,10 +169,9 @@ def content_hash(variant: Variant, host: str) -> str:
 
 @dataclass(frozen=True)
 class DeviceCode:
-    """Artefacts that the hosts of a variant share: PTX, the same compressed, seconds to compile."""
+    """Artefacts that the hosts of a variant share: PTX, seconds to compile."""
 
     ptx: bytes
-    compressed: bytes
     seconds: float
 
 
@@ -201,7 +200,7 @@ def compile_variant(jobs: Sequence[Job]) -> None:
         options = f"{options_of(variant.key, chosen)} --host-target '{HOSTS[jobs[0].host]}'"
         compiled = cute.compile(entry, *arguments, options=f"{options} --dump-dir {folder}")
         (ptx,) = (path.read_bytes() for path in Path(folder).glob("*.ptx"))
-        code = DeviceCode(ptx, lzma.compress(ptx), time.perf_counter() - start)
+        code = DeviceCode(ptx, time.perf_counter() - start)
         for job in jobs:
             # Read when the host part is translated, after everything of the GPU.
             compiled.host_target = HostTarget(HOSTS[job.host])
@@ -224,7 +223,6 @@ def _store(job: Job, made: Path, code: DeviceCode, host_code: str) -> None:
     }
     if content_hash(variant, job.host) not in job.stem.name:
         raise AotError(f"{variant.name}: sources changed while it was compiled; run again")
-    job.path(".ptx.xz").write_bytes(code.compressed)
     job.path(".ptx").write_bytes(code.ptx)
     header.replace(job.path(".h"))
     machine_code.replace(job.path(".o"))
@@ -345,15 +343,16 @@ def _summary(record: dict[str, Any]) -> str:
 def write_output(jobs: Sequence[Job], output: Path, keep_ptx: bool) -> None:
     """Copies the results out of the cache and writes the table and the report."""
     _remove_previous(output)
-    records, rows = [], []
+    records, rows, digests = [], [], {}
     for job in jobs:
         job.path(".json").touch()
-        for suffix in (".o", ".h", ".ptx.xz", *([".ptx"] if keep_ptx else [])):
+        for suffix in (".o", ".h", *([".ptx"] if keep_ptx else [])):
             shutil.copyfile(job.path(suffix), output / (job.variant.name + suffix))
         record = json.loads(job.path(".json").read_text())
-        digest = hashlib.sha256(job.path(".ptx").read_bytes()).hexdigest()
+        digest = digests[job] = hashlib.sha256(job.path(".ptx").read_bytes()).hexdigest()
         records.append(record)
         rows.append(kernel_table.Row(job.variant, record["symbol"], _signatures(record), digest))
+    _write_archives(digests, output)
     (output / "kernel_table.gen.cc").write_text(kernel_table.table(rows))
     report = {
         "dsl": dict(_dsl_distributions()),
@@ -361,6 +360,30 @@ def write_output(jobs: Sequence[Job], output: Path, keep_ptx: bool) -> None:
         "variants": records,
     }
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _write_archives(digests: Mapping[Job, str], output: Path) -> None:
+    """Writes the PTX of all jobs; what the cache has of archives is not compressed again."""
+    together: dict[str, list[Job]] = {}
+    for job in digests:
+        together.setdefault(ptx_archives.archive_of(job.variant.name), []).append(job)
+
+    def write(name: str) -> None:
+        jobs = together[name]
+        members = ((job.variant.name, digests[job]) for job in jobs)
+        key = hashlib.sha256(repr(sorted(members)).encode()).hexdigest()[:16]
+        kept = jobs[0].stem.with_name(f"{name.removesuffix(ptx_archives.SUFFIX)}-{key}.archive")
+        if not kept.exists():
+            texts = {job.variant.name: job.path(".ptx").read_bytes() for job in jobs}
+            with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as made:
+                made.write(ptx_archives.packed(texts))
+            Path(made.name).replace(kept)
+        kept.touch()
+        shutil.copyfile(kept, output / name)
+
+    # Compression leaves the interpreter to other threads.
+    with ThreadPoolExecutor(_num_cores()) as pool:
+        list(pool.map(write, together))
 
 
 def _signatures(record: dict[str, Any]) -> tuple[kernel_table.Signature, ...]:
@@ -376,8 +399,10 @@ def _remove_previous(output: Path) -> None:
     if not report.exists():
         return
     for record in json.loads(report.read_text())["variants"]:
-        for suffix in (".o", ".h", ".ptx", ".ptx.xz"):
+        for suffix in (".o", ".h", ".ptx"):
             (output / (record["name"] + suffix)).unlink(missing_ok=True)
+    for archive in output.glob(f"*{ptx_archives.SUFFIX}"):
+        archive.unlink()
     report.unlink()
 
 
@@ -388,6 +413,9 @@ def _prune(cache: Path) -> None:
         if record.stat().st_mtime < oldest:
             for path in cache.glob(record.stem + ".*"):
                 path.unlink(missing_ok=True)
+    for archive in cache.glob("*.archive"):
+        if archive.stat().st_mtime < oldest:
+            archive.unlink(missing_ok=True)
 
 
 def _dsl_version() -> str | None:

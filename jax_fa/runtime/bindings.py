@@ -8,7 +8,6 @@ attributes are only ever added, so that exported programs keep running.
 from __future__ import annotations
 
 import hashlib
-import lzma
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from jax import Array
 from jax_fa import _jax_fa
 from jax_fa.runtime import head_sizes, lowering
 from jax_fa.runtime.dispatch import Emulation, Forced, Kernel, Target, gpu_kernel
-from jax_fa.spec import schema, scratch
+from jax_fa.spec import ptx_archives, schema, scratch
 from jax_fa.spec.arch import Operation, arch_named, capability_number
 from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
 
@@ -256,12 +255,11 @@ def ptx(variant: str, sha256: str) -> str:
     Raises:
         NotImplementedError: it is not installed, or belongs to another build.
     """
-    path = _ptx_folder() / f"{variant}.ptx.xz"
-    text = lzma.decompress(path.read_bytes()) if path.exists() else None
+    text = ptx_archives.read(_ptx_folder(), variant)
     if text is None or hashlib.sha256(text).hexdigest() != sha256:
         raise NotImplementedError(
-            f"attention: {path} {'is not there' if text is None else 'is of another build'}, but "
-            f"the emulator runs the PTX of the compiled kernels. Reinstall jax_fa, which puts "
-            f"extension and PTX there together."
+            f"attention: in {_ptx_folder()} the PTX of {variant} is "
+            f"{'not there' if text is None else 'of another build'}, but the emulator runs the PTX "
+            f"of the compiled kernels. Reinstall jax_fa, which puts extension and PTX there."
         )
     return text.decode()

@@ -5,7 +5,6 @@ the functions that the extension links against, and nothing calls them.
 """
 
 import json
-import lzma
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +70,6 @@ def fill_cache(folder, environment):
         (folder / f"{entry}.o").write_bytes(objects[variant.name])
         (folder / f"{entry}.h").touch()
         (folder / f"{entry}.ptx").write_bytes(ptx)
-        (folder / f"{entry}.ptx.xz").write_bytes(lzma.compress(ptx))
         (folder / f"{entry}.json").write_text(json.dumps(record))
 
 

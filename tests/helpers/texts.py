@@ -10,7 +10,6 @@ for sm80 (DSL 4.8.1); such variants are emulated for themselves.
 from __future__ import annotations
 
 import hashlib
-import lzma
 import re
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from jax_fa.aot.compare import first_difference as first_difference
 from jax_fa.runtime import bindings
 from jax_fa.runtime.dispatch import Emulation
 from jax_fa.runtime.emulation import Call
+from jax_fa.spec import ptx_archives
 from jax_fa.spec.arch import Operation
 from jax_fa.spec.problem import Problem
 from jax_fa.spec.schema import OPERANDS, OPERATIONS
@@ -37,8 +37,14 @@ def without_names(ptx: str) -> str:
 
 def text(name: str) -> str:
     """``without_names`` of the installed PTX of a variant."""
-    path = Path(_jax_fa.__file__).parent / "ptx" / f"{name}.ptx.xz"
-    return without_names(lzma.decompress(path.read_bytes()).decode())
+    return _texts(ptx_archives.archive_of(name))[name]
+
+
+@cache
+def _texts(archive: str) -> dict[str, str]:
+    path = Path(_jax_fa.__file__).parent / "ptx" / archive
+    texts = ptx_archives.unpacked(path.read_bytes())
+    return {name: without_names(ptx.decode()) for name, ptx in texts.items()}
 
 
 _ORDERED = re.compile(

@@ -230,10 +230,10 @@ def test_another_platform_is_refused():
 
 def test_ptx_that_is_missing_or_of_another_build_is_refused(arch, tmp_path, monkeypatch):
     name = f"fwd_{arch}_bf16_d64_full"
-    with pytest.raises(NotImplementedError, match=f"{name}.ptx.xz is of another build"):
+    with pytest.raises(NotImplementedError, match=f"the PTX of {name} is of another build"):
         bindings.ptx(name, "0" * 64)
     monkeypatch.setattr(bindings._jax_fa, "__file__", str(tmp_path / "_jax_fa.so"))
-    with pytest.raises(NotImplementedError, match=f"{name}.ptx.xz is not there"):
+    with pytest.raises(NotImplementedError, match=f"the PTX of {name} is not there"):
         bindings.ptx(name, "1" * 64)
 
 
