@@ -205,12 +205,18 @@ Complaint CheckInputs(const Params& params) {
   return addresses.complaint;
 }
 
+constexpr int64_t kMaxDqDim = 1 << 16;  // so that extents multiply
+
 template <typename Params>
 Complaint CheckScratchOf(const Params& params) {
   const int64_t splits = params.problem.num_splits;
   if (splits < 0 || splits > kMaxSplits) {
     return "num_splits should be " + std::to_string(kMaxSplits) + " at most, 0 for none, but is " +
            std::to_string(splits);
+  }
+  if (params.problem.dq_dim < 0 || params.problem.dq_dim > kMaxDqDim) {
+    return "dq_dim should be " + std::to_string(kMaxDqDim) + " at most, but is " +
+           std::to_string(params.problem.dq_dim);
   }
   Addresses addresses{ExtentsOf(params.problem), std::nullopt};
   Params::Scratch(params, addresses);

@@ -9,6 +9,8 @@ from cutlass.cute.nvgpu import cpasync, tcgen05, warpgroup
 from cutlass.utils import LayoutEnum
 from cutlass.utils.hopper_helpers import get_smem_layout_atom
 
+from jax_fa.spec import schema
+
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 Shape = tuple[int, ...]
 """Elements by mode, as CuTe takes them."""
@@ -28,7 +30,26 @@ class Extents(NamedTuple):
     heads: Int32
 
 
-def dense(pointer: cute.Pointer, extents: Extents, width: int) -> cute.Tensor:
+class Widths(NamedTuple):
+    """Columns of a head in arrays: no more than a kernel is compiled for, and multiples of 8.
+
+    TMA and ``cp.async`` fill with zeros behind them, and what is stored ends there.
+
+    Attributes:
+        qk: of queries and keys, D.
+        v: of values and outputs, Dv.
+    """
+
+    qk: Int32
+    v: Int32
+
+
+def widths_of(head_dim: Int32, value_dim: Int32) -> Widths:
+    """Those of a call."""
+    return Widths(*[cute.assume(x, divby=schema.HEAD_STEP) for x in (head_dim, value_dim)])
+
+
+def dense(pointer: cute.Pointer, extents: Extents, width: Int32) -> cute.Tensor:
     """A dense [batch, length, heads, width] array as (length, width, heads, batch)."""
     batch, length, heads = extents
     row = heads.to(Int64) * width

@@ -230,7 +230,8 @@ def load_keys(
         key = work.tile.block * tile.rows + row
         is_there = (key >= 0) & (key < work.window.kv_len)
         source = address_of_row(rows, work.kv_start + key) + mine.column_bytes(tile)
-        copy_row(tile, mine.panels, target + mine.place(tile, row), source, is_there)
+        place, columns = target + mine.place(tile, row), mine.columns(tile, rows)
+        copy_row(tile, mine.panels, place, source, is_there, columns)
 
 
 @cute.jit
@@ -257,7 +258,8 @@ def load_queries(
         query = at.q_block * variant.config.block_q + first + row
         is_there = (query >= 0) & (query < work.window.q_len)
         source = address_of_row(rows, work.q_start + query) + mine.column_bytes(tile)
-        copy_row(tile, mine.panels, target + mine.place(tile, row), source, is_there)
+        place, columns = target + mine.place(tile, row), mine.columns(tile, rows)
+        copy_row(tile, mine.panels, place, source, is_there, columns)
     statistic, ring = x.scratch.lse2, x.smem.lse2
     if const_expr(name == "dout"):
         statistic, ring = x.scratch.delta, x.smem.delta

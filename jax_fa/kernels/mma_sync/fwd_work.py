@@ -132,7 +132,8 @@ def load_queries(
         is_there = at.is_there & (at.position < span.own_slot)
         rows = array[None, None, at.head, work.tile.batch]
         source = address_of_row(rows, span.own_start + at.position) + mine.column_bytes(tile)
-        copy_row(tile, mine.panels, target + mine.place(tile, row), source, is_there)
+        place, columns = target + mine.place(tile, row), mine.columns(tile, rows)
+        copy_row(tile, mine.panels, place, source, is_there, columns)
 
 
 @cute.jit
@@ -168,4 +169,5 @@ def load_rows(
         # HAZARD: where segments leave a tile without keys, its block may be of any number.
         is_there = (row >= 0) & (row < span.swept_len)
         source = address_of_row(rows, span.swept_start + row) + mine.column_bytes(tile)
-        copy_row(tile, mine.panels, place + i * step * tile.width, source, is_there)
+        to = place + i * step * tile.width
+        copy_row(tile, mine.panels, to, source, is_there, mine.columns(tile, rows))

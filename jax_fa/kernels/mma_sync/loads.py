@@ -27,6 +27,10 @@ class Piece(NamedTuple):
         """The byte of a tile at which the thread's first piece of a row goes."""
         return tile.place(row, self.piece) + self.panel * tile.panel_bytes
 
+    def columns(self, tile: Panels, rows: cute.Tensor) -> Int32:
+        """Columns of (rows, width) from its first piece on, as ``copy_row`` takes them."""
+        return cute.size(rows, mode=[1]) - self.column_bytes(tile) // ELEMENT_BYTES
+
     def column_bytes(self, tile: Panels) -> Int32:
         """The byte of a row at which its first piece begins."""
         return self.piece * PIECE_BYTES + self.panel * tile.width
@@ -48,6 +52,7 @@ def copy_row(
     target: Int32,
     source: Int64,
     is_there: Boolean,
+    num_columns: Int32,
 ) -> None:
     """Starts the copies of a thread's pieces of a row, zeros if it is not there.
 
@@ -57,10 +62,12 @@ def copy_row(
         target: place of its first piece.
         source: address of the same piece; of no meaning where nothing is read.
         is_there: whether to read it.
+        num_columns: of the row, from the first piece on; zeros behind them.
     """
-    size_bytes = Int32(PIECE_BYTES) if is_there else Int32(0)
     for panel in cutlass.range_constexpr(0, tile.num_panels, panels):
         piece = source + panel * tile.width
+        is_read = is_there & (panel * tile.panel < num_columns)
+        size_bytes = Int32(PIECE_BYTES) if is_read else Int32(0)
         products.copy_piece(target + panel * tile.panel_bytes, piece, size_bytes)
 
 

@@ -496,7 +496,8 @@ def store_rows(
         position = rows[r].position
         if position < span.own_slot:
             for i in cutlass.range_constexpr(cute.size(pairs, mode=[1])):
-                gOut[span.own_start + position, first + 4 * i] = pairs[r, i]
+                if 4 * i < cute.size(gOut, mode=[1]):
+                    gOut[span.own_start + position, first + 4 * i] = pairs[r, i]
 
 
 @cute.jit
