@@ -1,5 +1,6 @@
-"""Settings that must be in place before JAX starts, for every test."""
+"""Settings that must be in place before JAX and NumPy start, for every test."""
 
+import gc
 import os
 
 os.environ["XLA_FLAGS"] = " ".join(
@@ -12,6 +13,11 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Workers are as many as cores; threads of each that wait for work take a tenth of their time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Decoded programs are millions of objects that live for long: the collector looked at all of them
+# again and again. Ten times as rarely as this, and workers run out of 24 GB.
+gc.set_threshold(50_000, 20, 10)
 
 import hypothesis  # noqa: E402 (after the environment, like everything that may import JAX)
 import pytest  # noqa: E402
