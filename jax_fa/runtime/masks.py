@@ -37,12 +37,13 @@ def packed(mask: Array) -> Array:
     if mask.shape[-1] == 1:
         return packed_by_sum(mask)
     bits = _split(mask, WORD_KEYS, pad=False)
-    # A sum of 32 slices, not of a dimension: a GPU then reads a mask at the speed of its memory (on
-    # an H200, 16384 x 16384: 102 us, 208 the other way).
-    words = bits[..., 0].astype(jnp.int32)
-    for i in range(1, WORD_KEYS):
-        words |= bits[..., i].astype(jnp.int32) << i
-    return words
+    bits = bits.reshape(*bits.shape[:-1], WORD_KEYS // 8, 8)
+    # A sum of slices, by bytes: a GPU then reads a mask as fast as it adds one up (16384 x 16384:
+    # on an H100 119 us, by words 136; on an H200 by words 102, by a sum over a dimension 208).
+    octets = bits[..., 0].astype(jnp.uint8)
+    for i in range(1, 8):
+        octets |= bits[..., i].astype(jnp.uint8) << i
+    return jax.lax.bitcast_convert_type(octets, jnp.int32)
 
 
 def packed_by_sum(mask: Array) -> Array:
