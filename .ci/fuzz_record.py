@@ -12,7 +12,10 @@ from pathlib import Path
 
 INTS = (-(2**63), -(2**31), -1, 0, 1, 2, 3, 2**16, 2**29, 2**30 - 1, 2**30, 2**31, 2**40, 2**63 - 1)
 FLOATS = (0.0, -1.0, 1e-45, 3e38, 1e300, float("inf"), float("-inf"), float("nan"))
-EXTENTS = ("batch", "num_sequences", "q_len", "kv_len", "num_q_heads", "num_kv_heads")
+EXTENTS = (
+    *("batch", "num_sequences", "q_len", "kv_len", "num_q_heads", "num_kv_heads"),
+    *("head_dim", "value_dim", "dq_dim"),
+)
 OF_MASK = ("mask_batch", "mask_heads", "mask_rows", "mask_width")
 POINTERS = ("q", "k", "v", "out", "lse")
 OPTIONAL = (
@@ -46,8 +49,8 @@ def problem(rng, variant):
         "kv_len": rng.choice(lengths),
         "num_q_heads": kv_heads * rng.choice((1, 2, 7)),
         "num_kv_heads": kv_heads,
-        "head_dim": int(head_dim),
-        "value_dim": int(value_dim or head_dim),
+        "head_dim": rng.choice((int(head_dim), int(head_dim), 8, 40, int(head_dim) - 8)),
+        "value_dim": rng.choice((int(value_dim or head_dim), 16)),
         "scale": 0.1,
         "soft_cap": 20.0 if "cap" in variant else 0.0,
         "window_left": 100 if "general" in variant else 2**30,
@@ -60,6 +63,8 @@ def problem(rng, variant):
         full = (batch, call["num_q_heads"], call["q_len"], -(-call["kv_len"] // 32))
         call |= {name: rng.choice((1, x)) for name, x in zip(OF_MASK, full, strict=True)}
         call |= {"mask_words": 0x3000, "mask_map": 0x4000}
+    if operation == "bwd" and rng.random() < 0.5:
+        call["dq_dim"] = int(head_dim)
     if "split" in variant:
         call |= {
             "num_splits": rng.choice((2, 3, 132, 133, 2**29)),

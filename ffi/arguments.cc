@@ -152,11 +152,11 @@ class Reader {
     const Shape shape(buffer->dimensions().begin(), buffer->dimensions().end());
     return shape == Shape{0} ? Shape{} : shape;  // of an empty problem it may have extents of 0
   }
-  // The first extent of a result; 0 if it has none.
-  int64_t PeekExtent(size_t index) const {
+  // An extent of a result; 0 if it has no such dimension.
+  int64_t PeekExtent(size_t index, size_t dimension) const {
     auto buffer = rets_.get<ffi::AnyBuffer>(index);
-    const bool has_rank = buffer.has_value() && (*buffer)->dimensions().size() > 0;
-    return has_rank ? (*buffer)->dimensions()[0] : 0;
+    const bool has_rank = buffer.has_value() && (*buffer)->dimensions().size() > dimension;
+    return has_rank ? (*buffer)->dimensions()[dimension] : 0;
   }
   void ReadResults() {
     reading_results_ = true;
@@ -298,10 +298,10 @@ void ReadExtents(Reader& reader, Problem* p) {
   if (reader.ok()) reader.Expect(q->element_type(), *p);
 }
 
-// Of a forward that has scratch: in how many parts the keys are, which its first array tells.
-void ReadSplits(Reader& reader, FwdParams* params) {
+// What only scratch tells. Of a forward: in how many parts the keys are.
+void ReadScratchExtents(Reader& reader, FwdParams* params) {
   Problem& p = params->problem;
-  p.num_splits = reader.PeekExtent(FwdParams::kNumResults);
+  p.num_splits = reader.PeekExtent(FwdParams::kNumResults, 0);
   if (p.num_splits < 2 || p.num_splits > kMaxSplits) {
     reader.Complain("out_parts should have 2 to " + std::to_string(kMaxSplits) +
                     " parts, but has " + std::to_string(p.num_splits));
@@ -309,8 +309,18 @@ void ReadSplits(Reader& reader, FwdParams* params) {
   }
   reader.Expect(p);
 }
-void ReadSplits(Reader&, BwdParams*) {}
-void ReadSplits(Reader&, DbiasParams*) {}
+// Of a backward: the columns of dq_sum, its first array.
+void ReadScratchExtents(Reader& reader, BwdParams* params) {
+  Problem& p = params->problem;
+  p.dq_dim = reader.PeekExtent(BwdParams::kNumResults, arrays::dq_sum.rank - 1);
+  if (p.dq_dim < p.head_dim) {
+    reader.Complain("dq_sum should have at least the " + std::to_string(p.head_dim) +
+                    " columns of q, but has " + std::to_string(p.dq_dim));
+    return;
+  }
+  reader.Expect(p);
+}
+void ReadScratchExtents(Reader&, DbiasParams*) {}
 
 }  // namespace
 
@@ -334,7 +344,7 @@ ffi::ErrorOr<Params> Read(const ffi::RemainingArgs& args, const ffi::RemainingRe
   Params::Operands(params, next);
   reader.ReadResults();
   Params::Results(params, next);
-  if (has_scratch) ReadSplits(reader, &params);
+  if (has_scratch) ReadScratchExtents(reader, &params);
   if (has_scratch && reader.ok()) Params::Scratch(params, next);
   if (reader.ok()) reader.Complain(CheckArrays(params));
   if (!reader.ok()) return ffi::Unexpected(reader.error());

@@ -276,7 +276,15 @@ Complaint CheckArrays(const DbiasParams& params) {
 }
 
 Complaint CheckScratch(const FwdParams& params) { return CheckScratchOf(params); }
-Complaint CheckScratch(const BwdParams& params) { return CheckScratchOf(params); }
+Complaint CheckScratch(const BwdParams& params) {
+  constexpr int64_t most = 1 << 16;  // so that extents multiply
+  const Problem& p = params.problem;
+  if (p.dq_dim < p.head_dim || p.dq_dim > most) {
+    return "dq_dim should be " + std::to_string(p.head_dim) + " to " + std::to_string(most) +
+           ", but is " + std::to_string(p.dq_dim);
+  }
+  return CheckScratchOf(params);
+}
 Complaint CheckScratch(const DbiasParams& params) { return CheckScratchOf(params); }
 
 }  // namespace jax_fa

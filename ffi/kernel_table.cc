@@ -38,6 +38,8 @@ const Index& ByName() {
   return index;
 }
 
+bool Fits(int64_t head, int64_t compiled) { return head <= compiled && head % kHeadStep == 0; }
+
 }  // namespace
 
 const char* FamilyOf(const char* operation, int32_t capability) {
@@ -71,12 +73,16 @@ std::optional<std::string> Mismatch(const Variant& variant, const Problem& p) {
   const Takes& takes = variant.takes;
   const Parts parts = p.num_splits > 1 ? Parts::kSeveral : Parts::kOne;
   const Takes got{p.dtype, p.head_dim, p.value_dim, parts, p.bias_bytes > 0};
-  if (takes.dtype == got.dtype && takes.head_dim == got.head_dim &&
-      takes.value_dim == got.value_dim && (takes.parts == parts || takes.parts == Parts::kAny) &&
-      takes.has_bias == got.has_bias) {
-    return std::nullopt;
+  if (takes.dtype == got.dtype && Fits(got.head_dim, takes.head_dim) &&
+      Fits(got.value_dim, takes.value_dim) &&
+      (takes.parts == parts || takes.parts == Parts::kAny) && takes.has_bias == got.has_bias) {
+    if (p.dq_dim == 0 || p.dq_dim == takes.head_dim) return std::nullopt;
+    return std::string(variant.object.name) +
+           " adds dQ up for D = " + std::to_string(takes.head_dim) + ", but is given scratch for " +
+           std::to_string(p.dq_dim);
   }
-  return std::string(variant.object.name) + " takes " + ToString(takes) + ", but is called with " +
+  return std::string(variant.object.name) + " takes " + ToString(takes) + " (or heads of " +
+         std::to_string(kHeadStep) + " columns, 16, 24, ... below), but is called with " +
          ToString(got);
 }
 

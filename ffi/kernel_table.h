@@ -25,7 +25,7 @@ enum class Parts { kOne, kSeveral, kAny };
 // memory outside its arrays.
 struct Takes {
   DType dtype;
-  int64_t head_dim;
+  int64_t head_dim;  // and less, in steps of kHeadStep, as value_dim
   int64_t value_dim;
   Parts parts;
   bool has_bias;

@@ -80,7 +80,8 @@ void AVariantTakesWhatItWasCompiledFor() {
   Check(!Mismatch(variants[1], problem), "split keys");
   Check(!Mismatch(variants[3], problem), "keys that may be split");
   Check(Mismatch(variants[0], problem) ==
-            "fwd_sm90_bf16_d128_full takes bfloat16, D = 128, Dv = 128, but is called with "
+            "fwd_sm90_bf16_d128_full takes bfloat16, D = 128, Dv = 128 (or heads of 8 columns, 16, "
+            "24, ... below), but is called with "
             "bfloat16, D = 128, Dv = 128, split keys",
         "splits it does not take");
   problem.num_splits = 0;
@@ -88,9 +89,20 @@ void AVariantTakesWhatItWasCompiledFor() {
   Check(!Mismatch(variants[3], problem), "splits it does not need");
   for (int64_t Problem::* const field : {&Problem::head_dim, &Problem::value_dim}) {
     Problem other = problem;
-    other.*field = 64;
+    other.*field = 136;
     Check(Mismatch(variants[0], other).has_value(), "a head size");
   }
+  Problem narrow = problem;
+  narrow.head_dim = 72, narrow.value_dim = 8;
+  Check(!Mismatch(variants[3], narrow), "narrow heads");
+  narrow.dq_dim = 128;
+  Check(!Mismatch(variants[3], narrow), "scratch of the kernel's head size");
+  narrow.dq_dim = 72;
+  Check(Mismatch(variants[3], narrow).has_value(), "scratch of another");
+  narrow.dq_dim = 0, narrow.head_dim = 68;
+  Check(Mismatch(variants[3], narrow).has_value(), "heads between the steps");
+  narrow.head_dim = 136;
+  Check(Mismatch(variants[3], narrow).has_value(), "heads that are too large");
   problem.bias_bytes = 2;
   Check(Mismatch(variants[0], problem).has_value(), "a bias it does not read");
   problem.bias_bytes = 0;

@@ -71,9 +71,10 @@ std::pair<int64_t, int64_t> RowsOf(const std::vector<int64_t>& window, int64_t k
 }
 
 // Scratch of a call as the compiled side expects it, for the test that compares it with scratch.py.
-// extents: the fields of Problem from batch to value_dim. Of a forward if num_splits is not 0.
+// extents: the fields of Problem from batch on. Of a forward if num_splits is not 0, else of a
+// backward whose kernel is for D = dq_dim.
 nb::list ScratchShapes(const std::vector<int64_t>& extents, bool deterministic, int32_t window_left,
-                       int32_t window_right, int64_t num_splits) {
+                       int32_t window_right, int64_t num_splits, int64_t dq_dim) {
   jax_fa::Problem problem{};
   size_t next = 0;
   jax_fa::Problem::Extents(problem, [&](const char*, int64_t& x) { x = extents.at(next++); });
@@ -82,6 +83,7 @@ nb::list ScratchShapes(const std::vector<int64_t>& extents, bool deterministic, 
   problem.window_left = window_left;
   problem.window_right = window_right;
   problem.num_splits = num_splits;
+  problem.dq_dim = dq_dim;
   if (const jax_fa::Complaint complaint = jax_fa::CheckProblem(problem)) {
     throw std::invalid_argument("scratch_shapes: " + *complaint);
   }
@@ -110,7 +112,7 @@ NB_MODULE(_jax_fa, m) {
   m.def("record", &jax_fa::Record, nb::arg("operation"), nb::arg("capability"), nb::arg("call"),
         nb::arg("num_sms") = 132);  // an H100
   m.def("scratch_shapes", &ScratchShapes, nb::arg("extents"), nb::arg("deterministic"),
-        nb::arg("window_left"), nb::arg("window_right"), nb::arg("num_splits"));
+        nb::arg("window_left"), nb::arg("window_right"), nb::arg("num_splits"), nb::arg("dq_dim"));
   m.def("cpu_isa", [] { return std::string(jax_fa::CpuIsa()); });
   m.def("keys_of", &KeysOf, nb::arg("window"), nb::arg("row"));
   m.def("rows_of", &RowsOf, nb::arg("window"), nb::arg("key"));

@@ -84,6 +84,7 @@ Params ReadParams(Fields& fields) {
   Params::Results(params, address);
   Params::Scratch(params, address);
   if constexpr (std::is_same_v<Params, FwdParams>) number("num_splits", p.num_splits);
+  if constexpr (std::is_same_v<Params, BwdParams>) number("dq_dim", p.dq_dim);
   fields.CheckAllRead();
   return params;
 }

@@ -22,6 +22,7 @@ inline constexpr int32_t kUnbounded = 1073741824;
 inline constexpr int64_t kMaxLength = 268435456;
 // Parts into which keys may be split (jax_fa/spec/division.py: RESIDENT_CTAS).
 inline constexpr int64_t kMaxSplits = 132;
+inline constexpr int64_t kHeadStep = 8;
 // Query rows of a row of mask_words that is about a block (jax_fa/spec/division.py: MASK_BLOCK).
 inline constexpr int64_t kMaskBlock = 128;
 // Where aligned arrays start: at multiples of so many bytes.
@@ -48,6 +49,7 @@ struct Problem {
   int64_t bias_keys;  // Sa: 1 or S
   int64_t bias_bytes;  // Bb: of an element: 4, or 2
   int64_t num_splits;  // forward only: parts of the keys; 0 or 1: not split
+  int64_t dq_dim;  // backward only: D that the kernel is compiled for
   float scale;
   float soft_cap;  // 0: none
   int32_t window_left;  // keys before the diagonal, or kUnbounded
@@ -94,9 +96,9 @@ struct Problem {
 
 // Letters of dimensions; jax_fa/spec/schema.py explains them.
 namespace letters {
-enum Letter : size_t { B, M, T, S, N, K, D, Dv, Bm, Nm, Tm, Wm, Ba, Na, Ta, Sa, Bb, M_plus_1, Tc, Wc, Z, P, R, H, E, U, x2 };
+enum Letter : size_t { B, M, T, S, N, K, D, Dv, Bm, Nm, Tm, Wm, Ba, Na, Ta, Sa, Bb, M_plus_1, Tc, Wc, Z, P, R, Dq, H, E, U, x2 };
 }
-inline constexpr size_t kNumLetters = 27;
+inline constexpr size_t kNumLetters = 28;
 
 // The extent of each, of a problem that CheckProblem (checks.h) has passed.
 using Extents = std::array<int64_t, kNumLetters>;
@@ -130,6 +132,7 @@ inline Extents ExtentsOf(const Problem& p) {
       ((bias_parts > 1) ? bias_parts : 0),  // Z
       ((p.num_splits > 1) ? p.num_splits : 0),  // P
       rows,  // R
+      p.dq_dim,  // Dq
       ((parts > 1) ? parts : 0),  // H
       (((p.batch * p.kv_len) * p.num_kv_heads) * (p.head_dim + p.value_dim)),  // E
       (p.deterministic ? (rows / 64) : 0),  // U
@@ -176,7 +179,7 @@ inline constexpr Array dq{"dq", Element::kElement, false, true, 4, {B, T, N, D}}
 inline constexpr Array dk{"dk", Element::kElement, false, true, 4, {B, S, K, D}};
 inline constexpr Array dv{"dv", Element::kElement, false, true, 4, {B, S, K, Dv}};
 inline constexpr Array dsinks{"dsinks", Element::kFloat32, true, false, 2, {M, N}};
-inline constexpr Array dq_sum{"dq_sum", Element::kFloat32, false, true, 3, {N, R, D}};
+inline constexpr Array dq_sum{"dq_sum", Element::kFloat32, false, true, 3, {N, R, Dq}};
 inline constexpr Array row_stats{"row_stats", Element::kFloat32, false, true, 3, {x2, N, R}};
 inline constexpr Array dkv_sums{"dkv_sums", Element::kFloat32, false, true, 2, {H, E}};
 inline constexpr Array turns{"turns", Element::kInt32, false, false, 2, {N, U}};
@@ -215,7 +218,7 @@ struct FwdParams {
   static constexpr size_t kNumAddedOperands = 3;
   static constexpr size_t kNumResults = 2;
   static constexpr size_t kNumScratch = 2;
-  static constexpr int32_t kNumParameters = 41;
+  static constexpr int32_t kNumParameters = 43;
 
   Problem problem;
   Extras extras;
@@ -290,6 +293,8 @@ struct FwdParams {
     visit(static_cast<int32_t>(self.problem.kv_len));
     visit(static_cast<int32_t>(self.problem.num_q_heads));
     visit(static_cast<int32_t>(self.problem.num_kv_heads));
+    visit(static_cast<int32_t>(self.problem.head_dim));
+    visit(static_cast<int32_t>(self.problem.value_dim));
     visit(static_cast<int32_t>(self.problem.mask_batch));
     visit(static_cast<int32_t>(self.problem.mask_heads));
     visit(static_cast<int32_t>(self.problem.mask_rows));
@@ -319,7 +324,7 @@ struct BwdParams {
   static constexpr size_t kNumAddedOperands = 3;
   static constexpr size_t kNumResults = 4;
   static constexpr size_t kNumScratch = 4;
-  static constexpr int32_t kNumParameters = 49;
+  static constexpr int32_t kNumParameters = 51;
 
   Problem problem;
   Extras extras;
@@ -336,7 +341,7 @@ struct BwdParams {
   float* dsinks;  // [M, N]
   // Memory of GPU kernels that nobody reads afterwards, uninitialised; else null.
   struct {
-    float* dq_sum;  // [N, R, D] dQ before scale and rounding, in the kernels' own order
+    float* dq_sum;  // [N, R, Dq] dQ before scale and rounding, in the kernels' own order
     float* row_stats;  // [2, N, R] log2-sum-exp2, then delta, of every query row
     float* dkv_sums;  // [H, E] dK, then dV, before rounding, by part of a group of heads
     int32_t* turns;  // [N, U] key blocks that have added to each query block
@@ -417,6 +422,8 @@ struct BwdParams {
     visit(static_cast<int32_t>(self.problem.kv_len));
     visit(static_cast<int32_t>(self.problem.num_q_heads));
     visit(static_cast<int32_t>(self.problem.num_kv_heads));
+    visit(static_cast<int32_t>(self.problem.head_dim));
+    visit(static_cast<int32_t>(self.problem.value_dim));
     visit(static_cast<int32_t>(self.problem.mask_batch));
     visit(static_cast<int32_t>(self.problem.mask_heads));
     visit(static_cast<int32_t>(self.problem.mask_rows));
@@ -447,7 +454,7 @@ struct DbiasParams {
   static constexpr size_t kNumAddedOperands = 0;
   static constexpr size_t kNumResults = 1;
   static constexpr size_t kNumScratch = 1;
-  static constexpr int32_t kNumParameters = 41;
+  static constexpr int32_t kNumParameters = 43;
 
   Problem problem;
   Extras extras;
@@ -524,6 +531,8 @@ struct DbiasParams {
     visit(static_cast<int32_t>(self.problem.kv_len));
     visit(static_cast<int32_t>(self.problem.num_q_heads));
     visit(static_cast<int32_t>(self.problem.num_kv_heads));
+    visit(static_cast<int32_t>(self.problem.head_dim));
+    visit(static_cast<int32_t>(self.problem.value_dim));
     visit(static_cast<int32_t>(self.problem.mask_batch));
     visit(static_cast<int32_t>(self.problem.mask_heads));
     visit(static_cast<int32_t>(self.problem.mask_rows));

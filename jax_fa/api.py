@@ -77,7 +77,7 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         query: [B, T, N, D] or [T, N, D]; float32, bfloat16 or float16 (float64 runs unfused).
         key: [B, S, K, D] or [S, K, D], dtype of query.
         value: [B, S, K, Dv] or [S, K, Dv], dtype of query. Dv may differ from D. GPU kernels take
-            both up to 256, and copies padded with zeros where none has that size (``explain``).
+            both up to 256; of what is no multiple of 8, copies padded with zeros (``explain``).
         bias: added to the scaled logits; 4-D (or fewer), broadcastable to [B, N, T, S]. Kernels
             read the type of query and float32 (others as float32), and give its gradient in its
             own shape. A pair with -inf is hidden, as by a mask. Rows whose logits are all of more

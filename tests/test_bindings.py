@@ -225,14 +225,15 @@ def test_scratch_has_the_same_shapes_on_both_sides():
         deterministic = bool(rng.integers(2))
         band = Band(bool(rng.integers(2)), *rng.choice([None, 7], 2))
         problem = Problem("float32", *extents, Semantics(1.0, band, deterministic=deterministic))
+        dq_dim = int(rng.choice([64, 96, 256]))
         asked = (deterministic, band.left_bound, band.right_bound)
         for num_splits, shapes in (
-            (0, scratch.shapes("bwd", problem)),
+            (0, scratch.shapes("bwd", problem, dq_dim=dq_dim)),
             (5, scratch.shapes("fwd", problem, 5)),
         ):
             wanted = [(name, [*shape], dtype) for name, (shape, dtype) in shapes.items()]
             given = [getattr(problem, x.name) for x in schema.EXTENTS]
-            assert _jax_fa.scratch_shapes(given, *asked, num_splits) == wanted
+            assert _jax_fa.scratch_shapes(given, *asked, num_splits, dq_dim) == wanted
 
 
 def lowered(function, *shapes):

@@ -118,21 +118,28 @@ def test_a_variant_that_was_left_out_of_the_build_is_not_chosen():
 
 
 @pytest.mark.parametrize(
-    ("heads", "larger"),
-    [((80, 80), (96, 96)), ((1, 8), (64, 64)), ((160, 128), (192, 128)), ((8, 129), (256, 256))],
+    ("heads", "larger", "arrays"),
+    [
+        ((80, 80), (96, 96), (80, 80)),
+        ((1, 8), (64, 64), (8, 8)),
+        ((160, 128), (192, 128), (160, 128)),
+        ((8, 129), (256, 256), (8, 136)),
+    ],
 )
-def test_heads_without_a_kernel_of_their_own_run_in_the_cheapest_larger_one(heads, larger):
+def test_heads_without_a_kernel_of_their_own_run_in_the_cheapest_larger_one(heads, larger, arrays):
     problem = replace(PROBLEM, head_dim=heads[0], value_dim=heads[1])
-    asked, padded = ("/".join(map(str, pair)) for pair in (heads, larger))
+    asked, theirs = ("/".join(map(str, pair)) for pair in (heads, larger))
+    padded = "" if arrays == heads else ", padded with zeros"
     for forced in (None, "cuda", Emulation("sm90")):
         target = Target("cpu" if isinstance(forced, Emulation) else "cuda", ALL, ("9.0",))
         for operation in OPERATIONS:
             choice = choose(problem, target, forced, operation)
             assert (choice.is_fallback, choice.chosen.heads) == (False, larger)
+            assert choice.chosen.array_heads(heads) == arrays
             key = BY_NAME[choice.kernel].key
             assert (key.head_dim, key.value_dim) == larger
             assert choice.reason.endswith(
-                f"; head sizes {asked} run in the kernel for {padded}, padded with zeros"
+                f"; head sizes {asked} run in the kernel for {theirs}{padded}"
             )
     assert choose(problem, CPU, None) == choose(PROBLEM, CPU, None)
 

@@ -39,6 +39,7 @@ class BackwardCall(NamedTuple):
         dv: [B, S, K, Dv].
         queries: B, T, N.
         keys: B, S, K.
+        widths: D, Dv.
         scratch: sums and statistics by row.
         scalars: what every tile shares.
         num_sms: multiprocessors of the device.
@@ -53,6 +54,7 @@ class BackwardCall(NamedTuple):
     dv: cute.Pointer
     queries: Extents
     keys: Extents
+    widths: primitives.Widths
     scratch: backward_rows.Scratch
     scalars: backward_work.Scalars
     num_sms: Int32
@@ -73,12 +75,12 @@ def backward_arrays(variant: Any, call: BackwardCall, layouts: Any, ctas: int = 
     pair of CTAs, also those of column halves, k_columns, q_columns and dout_columns. ``ctas`` as
     for ``primitives.tma_load``.
     """
-    key, one = variant.key, (None, None, 0)
+    widths, one = call.widths, (None, None, 0)
     loads = {
-        "k": (dense(call.k, call.keys, key.head_dim), layouts.k),
-        "v": (dense(call.v, call.keys, key.value_dim), layouts.v),
-        "q": (dense(call.q, call.queries, key.head_dim), cute.slice_(layouts.q, one)),
-        "dout": (dense(call.dout, call.queries, key.value_dim), cute.slice_(layouts.dout, one)),
+        "k": (dense(call.k, call.keys, widths.qk), layouts.k),
+        "v": (dense(call.v, call.keys, widths.v), layouts.v),
+        "q": (dense(call.q, call.queries, widths.qk), cute.slice_(layouts.q, one)),
+        "dout": (dense(call.dout, call.queries, widths.v), cute.slice_(layouts.dout, one)),
     }
     if variant.plan.ctas > 1:
         loads |= {
@@ -92,22 +94,22 @@ def backward_arrays(variant: Any, call: BackwardCall, layouts: Any, ctas: int = 
         shape = cute.product_each(layout.outer.shape)
         atoms[name], arrays[name] = primitives.tma_load(array, layout, shape, ctas)
     arrays |= {
-        "dk": dense(call.dk, call.keys, key.head_dim),
-        "dv": dense(call.dv, call.keys, key.value_dim),
+        "dk": dense(call.dk, call.keys, widths.qk),
+        "dv": dense(call.dv, call.keys, widths.v),
     }
     return BackwardViews(backward_work.Tma(**atoms), backward_work.Arrays(**arrays))
 
 
-def plain_arrays(variant: Any, call: BackwardCall) -> backward_work.Arrays:
+def plain_arrays(call: BackwardCall) -> backward_work.Arrays:
     """The arrays of a backward without TMA, all as threads see them."""
-    key = variant.key
+    widths = call.widths
     return backward_work.Arrays(
-        k=dense(call.k, call.keys, key.head_dim),
-        v=dense(call.v, call.keys, key.value_dim),
-        q=dense(call.q, call.queries, key.head_dim),
-        dout=dense(call.dout, call.queries, key.value_dim),
-        dk=dense(call.dk, call.keys, key.head_dim),
-        dv=dense(call.dv, call.keys, key.value_dim),
+        k=dense(call.k, call.keys, widths.qk),
+        v=dense(call.v, call.keys, widths.v),
+        q=dense(call.q, call.queries, widths.qk),
+        dout=dense(call.dout, call.queries, widths.v),
+        dk=dense(call.dk, call.keys, widths.qk),
+        dv=dense(call.dv, call.keys, widths.v),
     )
 
 
@@ -194,6 +196,8 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
         kv_len: Int32,
         num_q_heads: Int32,
         num_kv_heads: Int32,
+        head_dim: Int32,
+        value_dim: Int32,
         mask_batch: Int32,
         mask_heads: Int32,
         mask_rows: Int32,
@@ -214,6 +218,7 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
     ):
         queries = Extents(batch, q_len, num_q_heads)
         keys = Extents(batch, kv_len, num_kv_heads)
+        widths = primitives.widths_of(head_dim, value_dim)
         sequences = tiles.Sequences(
             lengths=tiles.Sides(q_lengths, kv_lengths),
             cu_seqlens=tiles.Sides(cu_seqlens_q, cu_seqlens_k),
@@ -222,9 +227,9 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
             rows=tiles.Sides(q_len, kv_len),
         )
         rows = backward_rows.Rows(
-            out=dense(out, queries, key.value_dim),
-            dout=dense(dout, queries, key.value_dim),
-            dq=dense(dq, queries, key.head_dim),
+            out=dense(out, queries, widths.v),
+            dout=dense(dout, queries, widths.v),
+            dq=dense(dq, queries, widths.qk),
             lse=dense_stats(lse, queries),
             dlse=dense_stats(dlse, queries),
             sinks=sinks,
@@ -281,6 +286,7 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
             dv=dv,
             queries=queries,
             keys=keys,
+            widths=widths,
             scratch=scratch,
             scalars=scalars,
             num_sms=num_sms,
@@ -288,7 +294,7 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
         )
         launch(variant, call)
         backward_rows.finish(variant, rows, scratch, scale, stream)
-        dk_array, dv_array = dense(dk, keys, key.head_dim), dense(dv, keys, key.value_dim)
+        dk_array, dv_array = dense(dk, keys, widths.qk), dense(dv, keys, widths.v)
         backward_rows.merge(dk_array, dv_array, dkv_sums, scalars.splits, stream)
 
     return backward

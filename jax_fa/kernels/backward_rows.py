@@ -140,7 +140,12 @@ def gather_columns(words: list, width: cutlass.Constexpr[int]) -> list:
 
 @cute.jit
 def store_rows(
-    acc: cute.Tensor, factor: Float32, rows: cute.Tensor, thread: Int32, num_rows: Int32
+    acc: cute.Tensor,
+    factor: Float32,
+    rows: cute.Tensor,
+    thread: Int32,
+    num_rows: Int32,
+    num_columns: Int32,
 ):
     """Writes the 64 rows of a warpgroup's accumulator times ``factor``, rounded.
 
@@ -150,6 +155,7 @@ def store_rows(
         rows: (64, columns) view of global memory.
         thread: number of the thread in its warpgroup.
         num_rows: how many of the rows exist.
+        num_columns: how many of the columns.
     """
     rounded = cute.make_rmem_tensor_like(acc, rows.element_type)
     for i in cutlass.range_constexpr(cute.size(acc)):
@@ -164,7 +170,7 @@ def store_rows(
         for group in cutlass.range_constexpr(0, groups, width):
             own = [words[r, group + i] for i in range(width)]
             gathered = gather_columns(own, width)
-            if row < num_rows:
+            if (row < num_rows) & ((group + thread % width) * 8 < num_columns):
                 target = vector_at(Int32, address + group * 16, 4 * width)
                 for i in cutlass.range_constexpr(width):
                     target[i] = gathered[i]
@@ -172,7 +178,12 @@ def store_rows(
 
 @cute.jit
 def store_floats(
-    acc: cute.Tensor, factor: Float32, rows: cute.Tensor, thread: Int32, num_rows: Int32
+    acc: cute.Tensor,
+    factor: Float32,
+    rows: cute.Tensor,
+    thread: Int32,
+    num_rows: Int32,
+    num_columns: Int32,
 ):
     """``store_rows`` without rounding: two floats of a row at a time."""
     by_row = fragments.by_row(acc)
@@ -181,9 +192,10 @@ def store_floats(
         if row < num_rows:
             address = address_of(rows[row, None]) + fragments.first_column(thread) * 4
             for group in cutlass.range_constexpr(cute.size(by_row, mode=[1]) // 2):
-                target = vector_at(Float32, address + group * 32, 8)
-                for i in cutlass.range_constexpr(2):
-                    target[i] = by_row[r, 2 * group + i] * factor
+                if group * 8 < num_columns:
+                    target = vector_at(Float32, address + group * 32, 8)
+                    for i in cutlass.range_constexpr(2):
+                        target[i] = by_row[r, 2 * group + i] * factor
 
 
 def like(array: cute.Tensor, sums: cute.Pointer) -> cute.Tensor:
@@ -293,11 +305,13 @@ def row_stats(
     if is_used:
         place = (at.row + row, None, at.head, at.batch)
         for j in cutlass.range_constexpr(variant.key.value_dim // 8 // lanes):
-            offset = (lane + j * lanes) * VECTOR_BYTES
-            out = vector_at(variant.dtype, address_of(rows.out[place]) + offset, VECTOR_BYTES)
-            dout = vector_at(variant.dtype, address_of(rows.dout[place]) + offset, VECTOR_BYTES)
-            product = out.load().to(Float32) * dout.load().to(Float32)
-            delta += product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            piece = lane + j * lanes
+            if piece * 8 < cute.size(rows.out, mode=[1]):
+                offset = piece * VECTOR_BYTES
+                out = vector_at(variant.dtype, address_of(rows.out[place]) + offset, VECTOR_BYTES)
+                dout = vector_at(variant.dtype, address_of(rows.dout[place]) + offset, VECTOR_BYTES)
+                product = out.load().to(Float32) * dout.load().to(Float32)
+                delta += product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
     for step in cutlass.range_constexpr(lanes.bit_length() - 1):
         delta += cute.arch.shuffle_sync_bfly(delta, offset=1 << step)
     if is_used & (lane == 0):
@@ -375,8 +389,10 @@ def round_fragments(
     row, column = Int32(0), consumer * dq_columns
     if const_expr(variant.config.splits_dq_rows):
         row, column = consumer * dq_rows, Int32(0)
-    target = cute.domain_offset((at.row + row, column), rows.dq[None, None, at.head, at.batch])
-    store_rows(acc, scale, target, thread, at.num_written - row)
+    dq = rows.dq[None, None, at.head, at.batch]
+    target = cute.domain_offset((at.row + row, column), dq)
+    left = cute.size(dq, mode=[1]) - column
+    store_rows(acc, scale, target, thread, at.num_written - row, left)
 
 
 @cute.jit
@@ -397,7 +413,8 @@ def round_rows(
                     values[j * FLOATS + column] = four[column] * scale
         rounded = cute.make_rmem_tensor((2 * FLOATS,), variant.dtype)
         primitives.narrow(values, rounded)
-        if row < at.num_written:
+        is_there = i * FLOATS < cute.size(rows.dq, mode=[1])
+        if (row < at.num_written) & is_there:
             address = address_of(rows.dq[at.row + row, None, at.head, at.batch])
             address = address + i * VECTOR_BYTES // 2
             vector_at(variant.dtype, address, VECTOR_BYTES).store(rounded.load())
@@ -419,8 +436,9 @@ def round_columns(
                 four = scratch.dq_sum[None, place + i * edges.WARP + j, at.head].load()
                 for row in cutlass.range_constexpr(FLOATS):
                     values[j, row] = four[row] * scale
+        is_there = column < cute.size(rows.dq, mode=[1])
         for row in cutlass.range_constexpr(FLOATS):
-            if i * FLOATS + row < at.num_written:
+            if (i * FLOATS + row < at.num_written) & is_there:
                 target = rows.dq[at.row + i * FLOATS + row, None, at.head, at.batch]
                 word = primitives.narrow_pair(values[0, row], values[1, row], variant.dtype)
                 vector_at(Int32, address_of(target) + column * 2, 4)[0] = word

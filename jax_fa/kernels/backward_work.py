@@ -353,3 +353,23 @@ def bytes_per_head(
     size_bytes = q_len * group * (2 * (key.head_dim + key.value_dim) + 4 * key.head_dim)
     heads = cutlass.max(ROUNDS_PER_BAND * num_sms // num_kv_blocks, 1)
     return cutlass.min(size_bytes, tiles.L2_BUDGET_BYTES // heads)
+
+
+@cute.jit
+def bulk_load(source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
+    """Starts the copy of a contiguous piece of global memory, ``target``'s size, to ``target``.
+
+    The bytes count on ``barrier``. Called by a whole warp; addresses are multiples of 16 bytes.
+    """
+    size_bytes = cute.size(target) * target.element_type.width // 8
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                target.iterator.toint(),
+                source.iterator.toint(),
+                Int32(size_bytes),
+                barrier.toint(),
+            ],
+        )

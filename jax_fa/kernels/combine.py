@@ -6,7 +6,7 @@ of one denominator and needs no care here; a part in which a row sees nothing ha
 what its out_i holds is ignored. Plain code for any GPU: the parts come out of the L2 cache.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -38,16 +38,18 @@ class Pointers(NamedTuple):
 
 
 def merge(
+    variant: Any,
     parts: Pointers,
     whole: Pointers,
     rows: Int32,
-    width: int,
+    width: Int32,
     num_parts: Int32,
     stream: cuda.CUstream,
 ) -> None:
     """Launches the kernel.
 
     Args:
+        variant: whose parts they are.
         parts: float32 out [P, rows, Dv] and lse [P, rows].
         whole: out [rows, Dv] and float32 lse [rows].
         rows: query rows of all heads.
@@ -72,23 +74,26 @@ def merge(
         ),
         cute.make_tensor(whole.lse, cute.make_layout((rows,))),
     )
-    kernel(part_results, results).launch(
+    kernel(variant.key.value_dim // FLOATS, part_results, results).launch(
         grid=(rows, 1, 1), block=(WARPS * edges.WARP, 1, 1), stream=stream
     )
 
 
 @cute.kernel
-def kernel(parts: Results, whole: Results):
-    """One row of one head: its lse in every warp, then the weighted sum of out."""
+def kernel(most: cutlass.Constexpr[int], parts: Results, whole: Results):
+    """One row of one head: its lse in every warp, then the weighted sum of out.
+
+    ``most`` of the groups of four columns that a row may have.
+    """
     row, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     quads = cute.size(whole.out, mode=[1])
     weights = weights_of(parts.lse, row)
     sums = SmemAllocator().allocate_tensor(
-        Float32, cute.make_layout((FLOATS, quads, WARPS)), byte_alignment=16
+        Float32, cute.make_layout((FLOATS, most, WARPS)), byte_alignment=16
     )
     add_parts(parts, weights, row, sums)
     cute.arch.sync_threads()
-    for j in cutlass.range_constexpr(ceil_div(quads, WARPS * edges.WARP)):
+    for j in cutlass.range_constexpr(ceil_div(most, WARPS * edges.WARP)):
         quad = thread + j * WARPS * edges.WARP
         if quad < quads:
             four = cute.make_rmem_tensor((FLOATS,), Float32)
@@ -143,8 +148,8 @@ def _weight(lse: Float32, reference: Float32) -> Float32:
 def add_parts(parts: Results, weights: Weights, row: Int32, sums: cute.Tensor):
     """The weighted sum of every fourth part of a row goes to this warp's share of ``sums``."""
     warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
-    quads, num_parts = cute.size(sums, mode=[1]), cute.size(parts.lse, mode=[1])
-    for j in cutlass.range_constexpr(ceil_div(quads, edges.WARP)):
+    quads, num_parts = cute.size(parts.out, mode=[1]), cute.size(parts.lse, mode=[1])
+    for j in cutlass.range_constexpr(ceil_div(cute.size(sums, mode=[1]), edges.WARP)):
         quad = lane + j * edges.WARP
         if quad < quads:
             four = cute.make_rmem_tensor((FLOATS,), Float32)

@@ -14,7 +14,7 @@ from jax_fa.kernels.backward_rows import vector_at
 from jax_fa.kernels.bias import Bias
 from jax_fa.kernels.dbias_work import Arrays, Tiles, make_tiles
 from jax_fa.kernels.forward_work import Scalars, Variant
-from jax_fa.kernels.primitives import Extents, dense, dense_stats
+from jax_fa.kernels.primitives import Extents, dense, dense_stats, widths_of
 
 MERGE_THREADS = 256
 
@@ -64,7 +64,6 @@ def merge_kernel(dbias: Bias, parts: cute.Pointer, num_parts: Int32, elements: I
 
 def dbias_entry(variant: Variant, launch: Callable) -> Callable:
     """The flat host entry of a variant; ``launch`` is given it and a ``DbiasCall``."""
-    key = variant.key
 
     @cute.jit
     def gradient(  # noqa: PLR0913
@@ -93,6 +92,8 @@ def dbias_entry(variant: Variant, launch: Callable) -> Callable:
         kv_len: Int32,
         num_q_heads: Int32,
         num_kv_heads: Int32,
+        head_dim: Int32,
+        value_dim: Int32,
         mask_batch: Int32,
         mask_heads: Int32,
         mask_rows: Int32,
@@ -140,11 +141,12 @@ def dbias_entry(variant: Variant, launch: Callable) -> Callable:
             bias=added,
         )
         grid = make_tiles(variant, added, batch, num_q_heads, num_kv_heads)
+        widths = widths_of(head_dim, value_dim)
         arrays = Arrays(
-            q=dense(q, queries, key.head_dim),
-            k=dense(k, keys, key.head_dim),
-            v=dense(v, keys, key.value_dim),
-            dout=dense(dout, queries, key.value_dim),
+            q=dense(q, queries, widths.qk),
+            k=dense(k, keys, widths.qk),
+            v=dense(v, keys, widths.v),
+            dout=dense(dout, queries, widths.v),
             lse=dense_stats(lse, queries),
             delta=dense_stats(delta, queries),
             dbias=added._replace(array=dbias),

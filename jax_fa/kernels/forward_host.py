@@ -31,6 +31,7 @@ class ForwardCall(NamedTuple):
         lse_parts: [splits, B, T, N]; null unless keys are split.
         queries: B, T, N.
         keys: B, S, K.
+        widths: D, Dv.
         scalars: what every tile shares.
         num_sms: multiprocessors of the device.
         stream: to launch on.
@@ -45,6 +46,7 @@ class ForwardCall(NamedTuple):
     lse_parts: cute.Pointer
     queries: Extents
     keys: Extents
+    widths: primitives.Widths
     scalars: forward_work.Scalars
     num_sms: Int32
     stream: cuda.CUstream
@@ -63,12 +65,12 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> ForwardView
     ``layouts`` has a field q, k, v and out each: the shared memory layout of what one TMA
     instruction copies.
     """
-    key = variant.key
-    gOut = dense(call.out, call.queries, key.value_dim)
+    widths = call.widths
+    gOut = dense(call.out, call.queries, widths.v)
     loads = {
-        "q": dense(call.q, call.queries, key.head_dim),
-        "k": dense(call.k, call.keys, key.head_dim),
-        "v": dense(call.v, call.keys, key.value_dim),
+        "q": dense(call.q, call.queries, widths.qk),
+        "k": dense(call.k, call.keys, widths.qk),
+        "v": dense(call.v, call.keys, widths.v),
     }
     atoms: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
@@ -84,12 +86,12 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> ForwardView
 
 def plain_arrays(variant: Any, call: ForwardCall) -> forward_work.Arrays:
     """The arrays of a forward without TMA, all as threads see them."""
-    key = variant.key
-    out = dense(call.out, call.queries, key.value_dim)
+    widths = call.widths
+    out = dense(call.out, call.queries, widths.v)
     return forward_work.Arrays(
-        q=dense(call.q, call.queries, key.head_dim),
-        k=dense(call.k, call.keys, key.head_dim),
-        v=dense(call.v, call.keys, key.value_dim),
+        q=dense(call.q, call.queries, widths.qk),
+        k=dense(call.k, call.keys, widths.qk),
+        v=dense(call.v, call.keys, widths.v),
         out=out,
         **_results(variant, call, out),
     )
@@ -101,7 +103,7 @@ def _results(variant: Any, call: ForwardCall, out: cute.Tensor) -> dict[str, cut
         return {"out_rows": out, "lse": dense_stats(call.lse, call.queries)}
     queries = call.queries._replace(batch=call.queries.batch * call.scalars.num_splits)
     return {
-        "out_rows": dense(call.out_parts, queries, variant.key.value_dim),
+        "out_rows": dense(call.out_parts, queries, call.widths.v),
         "lse": dense_stats(call.lse_parts, queries),
     }
 
@@ -140,10 +142,10 @@ def forward_granules(
     variant: Any, call: ForwardCall, layout: cute.ComposedLayout
 ) -> forward_work.Granules:
     """The query array as TMA copies pieces of a packed tile, to shared memory of ``layout``."""
-    head_dim = variant.key.head_dim
     by_granules = cute.select(primitives.by_granules(layout.outer), mode=[0, 1])
     granule = cute.make_composed_layout(layout.inner, 0, by_granules)
-    queries, shape = dense(call.q, call.queries, head_dim), (division.GRANULE, head_dim)
+    queries = dense(call.q, call.queries, call.widths.qk)
+    shape = (division.GRANULE, variant.key.head_dim)
     loads = primitives.tma_load(queries, granule, shape, variant.plan.ctas)
     return forward_work.Granules(loads.atom, loads.array)
 
@@ -212,6 +214,8 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
         kv_len: Int32,
         num_q_heads: Int32,
         num_kv_heads: Int32,
+        head_dim: Int32,
+        value_dim: Int32,
         mask_batch: Int32,
         mask_heads: Int32,
         mask_rows: Int32,
@@ -273,6 +277,7 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
             lse_parts=lse_parts,
             queries=Extents(batch, q_len, num_q_heads),
             keys=Extents(batch, kv_len, num_kv_heads),
+            widths=primitives.widths_of(head_dim, value_dim),
             scalars=scalars,
             num_sms=num_sms,
             stream=stream,
@@ -282,6 +287,6 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
             parts, whole = combine.Pointers(out_parts, lse_parts), combine.Pointers(out, lse)
             rows = batch * q_len * num_q_heads
             if num_splits > 1:
-                combine.merge(parts, whole, rows, key.value_dim, num_splits, stream)
+                combine.merge(variant, parts, whole, rows, call.widths.v, num_splits, stream)
 
     return forward

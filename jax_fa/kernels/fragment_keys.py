@@ -180,20 +180,22 @@ def store(
     column = Int32(0) if const_expr(variant.config.splits_keys) else c.index
     dk_at = (work.kv_start + key, column * variant.dk_columns)
     dv_at = (work.kv_start + key, column * variant.dv_columns)
+    dk_left = cute.size(x.arrays.dk, mode=[1]) - dk_at[1]
+    dv_left = cute.size(x.arrays.dv, mode=[1]) - dv_at[1]
     if x.scalars.splits == 1:
         if const_expr("dk" in owned):
             dk = cute.domain_offset(dk_at, x.arrays.dk[place])
-            backward_rows.store_rows(c.dk, x.scalars.scale, dk, c.thread, num_rows)
+            backward_rows.store_rows(c.dk, x.scalars.scale, dk, c.thread, num_rows, dk_left)
         if const_expr("dv" in owned):
             dv = cute.domain_offset(dv_at, x.arrays.dv[place])
-            backward_rows.store_rows(c.dv, Float32(1.0), dv, c.thread, num_rows)
+            backward_rows.store_rows(c.dv, Float32(1.0), dv, c.thread, num_rows, dv_left)
     else:
         part = work.tile.head % x.scalars.splits
         sums = x.scratch.dkv_sums + part.to(Int64) * backward_rows.dkv_elements(x.arrays)
         if const_expr("dk" in owned):
             dk = cute.domain_offset(dk_at, backward_rows.like(x.arrays.dk, sums)[place])
-            backward_rows.store_floats(c.dk, x.scalars.scale, dk, c.thread, num_rows)
+            backward_rows.store_floats(c.dk, x.scalars.scale, dk, c.thread, num_rows, dk_left)
         if const_expr("dv" in owned):
             dv = backward_rows.like(x.arrays.dv, sums + cute.size(x.arrays.dk.shape))
             dv = cute.domain_offset(dv_at, dv[place])
-            backward_rows.store_floats(c.dv, Float32(1.0), dv, c.thread, num_rows)
+            backward_rows.store_floats(c.dv, Float32(1.0), dv, c.thread, num_rows, dv_left)

@@ -136,4 +136,5 @@ def store_part(x: Any, c: Any, work: Work, rows: list[tiles.RowAt], batch: Int32
         if row.is_there & (row.position < work.span.own_slot):
             gOut = x.arrays.out_rows[work.span.own_start + row.position, None, row.head, batch]
             for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
-                gOut[first + fragments.column_of(i)] = values[r, i]
+                if fragments.column_of(i) // 8 * 8 < cute.size(gOut):
+                    gOut[first + fragments.column_of(i)] = values[r, i]

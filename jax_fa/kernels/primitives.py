@@ -9,6 +9,8 @@ from cutlass.cute.nvgpu import cpasync, tcgen05, warpgroup
 from cutlass.utils import LayoutEnum
 from cutlass.utils.hopper_helpers import get_smem_layout_atom
 
+from jax_fa.spec.key import HEAD_STEP
+
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 Shape = tuple[int, ...]
 """Elements by mode, as CuTe takes them."""
@@ -28,7 +30,26 @@ class Extents(NamedTuple):
     heads: Int32
 
 
-def dense(pointer: cute.Pointer, extents: Extents, width: int) -> cute.Tensor:
+class Widths(NamedTuple):
+    """Columns of a head in arrays: no more than a kernel is compiled for, and multiples of 8.
+
+    TMA and ``cp.async`` fill with zeros behind them, and what is stored ends there.
+
+    Attributes:
+        qk: of queries and keys, D.
+        v: of values and outputs, Dv.
+    """
+
+    qk: Int32
+    v: Int32
+
+
+def widths_of(head_dim: Int32, value_dim: Int32) -> Widths:
+    """Those of a call."""
+    return Widths(*[cute.assume(x, divby=HEAD_STEP) for x in (head_dim, value_dim)])
+
+
+def dense(pointer: cute.Pointer, extents: Extents, width: Int32) -> cute.Tensor:
     """A dense [batch, length, heads, width] array as (length, width, heads, batch)."""
     batch, length, heads = extents
     row = heads.to(Int64) * width
@@ -199,23 +220,3 @@ def tma_views(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> TmaV
             cute.group_modes(gmem, 0, 2),
         )
     )
-
-
-@cute.jit
-def bulk_load(source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
-    """Starts the copy of a contiguous piece of global memory, ``target``'s size, to ``target``.
-
-    The bytes count on ``barrier``. Called by a whole warp; addresses are multiples of 16 bytes.
-    """
-    size_bytes = cute.size(target) * target.element_type.width // 8
-    with cute.arch.elect_one():
-        cute.arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[
-                target.iterator.toint(),
-                source.iterator.toint(),
-                Int32(size_bytes),
-                barrier.toint(),
-            ],
-        )

@@ -170,9 +170,10 @@ def results(operation: Operation, problem: Problem) -> dict[str, Struct]:
     }
 
 
-def scratch_of(operation: Operation, problem: Problem, num_splits: int) -> dict[str, Struct]:
-    """Further results of a call on a GPU, which its kernels use as memory, by name."""
-    shapes = scratch.shapes(operation, problem, num_splits)
+def scratch_of(operation: Operation, problem: Problem, kernel: Kernel) -> dict[str, Struct]:
+    """Further results of a call of ``kernel`` on a GPU, used as memory, by name."""
+    dq_dim = kernel.heads[0] if kernel.heads else None
+    shapes = scratch.shapes(operation, problem, kernel.num_splits, dq_dim)
     return {name: Struct(shape, np.dtype(dtype)) for name, (shape, dtype) in shapes.items()}
 
 
@@ -185,14 +186,14 @@ def _call(
 ) -> tuple[Array, ...]:
     """The results of one custom call; kernels of a GPU are given scratch, too."""
     own = (operands.q.shape[-1], operands.v.shape[-1])
-    heads = own if kernel.heads is None else kernel.heads
+    heads = kernel.array_heads(own)
     present = {name: getattr(operands, name) for name in operands.present}
     operands = Operands(**head_sizes.padded(operation, present, heads))
     if saved is not None:
         saved = type(saved)(**head_sizes.padded(operation, saved._asdict(), heads))
     problem = Problem.of(operands, semantics)
     given = results(operation, problem)
-    memory = scratch_of(operation, problem, kernel.num_splits) if kernel.stem else {}
+    memory = scratch_of(operation, problem, kernel) if kernel.stem else {}
     call = jax.ffi.ffi_call(_TARGETS[operation], (*given.values(), *memory.values()))
     inputs = _inputs(operation, operands, saved)
     written = call(*inputs, **_attributes(semantics, kernel.stem))

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 from jax_fa.runtime import installation
 from jax_fa.spec import variants
 from jax_fa.spec.arch import ARCHS, Arch, Operation, arch_of, known_capabilities
-from jax_fa.spec.band import MAX_LENGTH
+from jax_fa.spec.band import MAX_LENGTH, ceil_div
+from jax_fa.spec.key import HEAD_STEP
 from jax_fa.spec.problem import KERNEL_DTYPES, Problem
 
 Implementation = Literal["cpu", "cuda", "cudnn", "xla", "emulated"]
@@ -74,13 +75,20 @@ class Kernel(NamedTuple):
         stem: names of its variants without operation and family: the attribute by which C++ finds
             the one for the GPU at hand. "" on the CPU.
         num_splits: parts into which a forward splits the keys.
-        heads: (D, Dv) that it is compiled for, no smaller than those of the problem, which
-            ``head_sizes`` pads; None takes any.
+        heads: (D, Dv) that it is compiled for, no smaller than those of the problem; None takes
+            any.
     """
 
     stem: str = ""
     num_splits: int = 1
     heads: tuple[int, int] | None = None
+
+    def array_heads(self, own: tuple[int, int]) -> tuple[int, int]:
+        """(D, Dv) that arrays have to have in place of ``own``: ``head_sizes`` adds zeros."""
+        if self.heads is None:
+            return own
+        head_dim, value_dim = (ceil_div(x, HEAD_STEP) * HEAD_STEP for x in own)
+        return head_dim, value_dim
 
 
 @dataclass(frozen=True)
@@ -261,4 +269,5 @@ def _padding(problem: Problem, kernel: Kernel) -> str:
     if kernel.heads in (None, asked):
         return ""
     own, theirs = ("/".join(map(str, heads)) for heads in (asked, kernel.heads))
-    return f"; head sizes {own} run in the kernel for {theirs}, padded with zeros"
+    padded = "" if kernel.array_heads(asked) == asked else ", padded with zeros"
+    return f"; head sizes {own} run in the kernel for {theirs}{padded}"

@@ -93,8 +93,8 @@ class Call(NamedTuple):
 
     @property
     def padded(self) -> Call:
-        """The call with the heads that the kernel is compiled for."""
-        head_dim, value_dim = self.served_by.heads or self.heads
+        """The call with the heads that arrays have to have."""
+        head_dim, value_dim = self.served_by.array_heads(self.heads)
         problem = dataclasses.replace(self.problem, head_dim=head_dim, value_dim=value_dim)
         return self._replace(problem=problem)
 
@@ -102,13 +102,14 @@ class Call(NamedTuple):
     def fields(self) -> dict[str, int | str]:
         """The fields of the recorded call that name the kernel."""
         kernel = self.served_by
-        splits = {"num_splits": kernel.num_splits} if self.operation == "fwd" else {}
-        return {"kernel": kernel.stem} | splits
+        head_dim, _ = kernel.heads or self.heads
+        numbers = {"fwd": {"num_splits": kernel.num_splits}, "bwd": {"dq_dim": head_dim}}
+        return {"kernel": kernel.stem, **numbers.get(self.operation, {})}
 
     @property
     def scratch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The scratch arrays that they write for themselves."""
-        return bindings.scratch_of(self.operation, self.problem, self.served_by.num_splits)
+        return bindings.scratch_of(self.operation, self.problem, self.served_by)
 
 
 def _on_host(call: Call, arrays: Mapping[str, Array]) -> tuple[Array, ...]:

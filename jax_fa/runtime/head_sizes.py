@@ -1,9 +1,9 @@
-"""Head sizes that a kernel is not compiled for: columns of zeros around the call of a larger one.
+"""Head sizes that kernels do not take: columns of zeros, up to the next multiple of 8.
 
 Zeros behind query and key add nothing to a score; behind values and their cotangents they give
 columns of zeros, in the output and in gradients. Scale and LSE do not depend on them. Only the call
 of a kernel, on one device, has them: what a forward saves and what devices send each other has the
-caller's head sizes.
+caller's head sizes. Up to the size that a kernel is compiled for, it fills with zeros itself.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The flat parameter list of every compiled host entry: the contract between kernels and C++.
 
 A host entry takes run-time values only: pointers to dense row-major arrays, 32-bit extents and
-scalars, the stream. What is compile-time (head sizes, element type, mask class, soft cap, tile
-sizes) is closed over and absent from the list. All entries of one operation share one list, so the
-C++ side fills one array of argument addresses per operation, in this order, whatever the variant;
-a class of masks that has no use for an operand ignores it.
+scalars, the stream. What is compile-time (the largest head sizes, element type, mask class, soft
+cap, tile sizes) is closed over and absent from the list. All entries of one operation share one
+list, so the C++ side fills one array of argument addresses per operation, in this order, whatever
+the variant; what has no use for an operand ignores it.
 
 Arrays, extents and attributes are those of ``schema.py``. Absent operands are null pointers. For
 packed sequences ``batch`` is 1, ``q_len`` and ``kv_len`` are totals, and ``num_sequences`` counts
@@ -51,7 +51,7 @@ _EXTRAS = _pointers(array for array in schema.OPERANDS if array.is_optional)
 """Operands that may be null."""
 
 _PROBLEM = (
-    *(Param(extent.name, "int32") for extent in schema.EXTENTS if not extent.is_compiled_in),
+    *(Param(extent.name, "int32") for extent in schema.EXTENTS),
     *_scalars(attribute for attribute in schema.ATTRIBUTES if not attribute.is_backward_only),
     Param("num_sms", "int32"),
 )

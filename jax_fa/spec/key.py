@@ -10,6 +10,9 @@ MaskClass = Literal["full", "causal", "general"]
 MASK_CLASSES: tuple[MaskClass, ...] = ("full", "causal", "general")
 """What a variant may mask: nothing; keys beyond the diagonal (either alignment); everything."""
 
+HEAD_STEP = 8
+"""What D and Dv are multiples of, for kernels of a GPU: 16 bytes, which a thread loads at once."""
+
 
 @dataclass(frozen=True)
 class KernelKey:

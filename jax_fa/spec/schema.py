@@ -157,7 +157,7 @@ FORWARD_SCRATCH = (
     Array("lse_parts", "float32", "P B T N", "likewise lse; -inf where a part shows nothing"),
 )
 BACKWARD_SCRATCH = (
-    _sums("dq_sum", "N R D", "dQ before scale and rounding, in the kernels' own order"),
+    _sums("dq_sum", "N R Dq", "dQ before scale and rounding, in the kernels' own order"),
     _sums("row_stats", "2 N R", "log2-sum-exp2, then delta, of every query row"),
     _sums("dkv_sums", "H E", "dK, then dV, before rounding, by part of a group of heads"),
     Array("turns", "int32", "N U", "key blocks that have added to each query block"),
@@ -217,7 +217,6 @@ class Extent(NamedTuple):
     name: str
     letter: str
     note: str = ""
-    is_compiled_in: bool = False
 
 
 EXTENTS = (
@@ -227,8 +226,8 @@ EXTENTS = (
     Extent("kv_len", "S", "or total_kv when packed"),
     Extent("num_q_heads", "N"),
     Extent("num_kv_heads", "K", "divides N"),
-    Extent("head_dim", "D", is_compiled_in=True),
-    Extent("value_dim", "Dv", is_compiled_in=True),
+    Extent("head_dim", "D"),
+    Extent("value_dim", "Dv"),
     Extent("mask_batch", "Bm", "1 or B; 0 without a mask, as the following"),
     Extent("mask_heads", "Nm", "1 or N"),
     Extent("mask_rows", "Tm", "1, T or blocks of 128 rows"),

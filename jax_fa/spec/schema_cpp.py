@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_fa.spec import abi, arch, division, schema, scratch
 from jax_fa.spec.band import MAX_LENGTH, UNBOUNDED, Extremes
+from jax_fa.spec.key import HEAD_STEP
 from jax_fa.spec.schema import Array, Operation
 
 _PARAMS: dict[arch.Operation, str] = {
@@ -54,6 +55,7 @@ inline constexpr int32_t kUnbounded = {UNBOUNDED};
 inline constexpr int64_t kMaxLength = {MAX_LENGTH};
 // Parts into which keys may be split (jax_fa/spec/division.py: RESIDENT_CTAS).
 inline constexpr int64_t kMaxSplits = {division.RESIDENT_CTAS};
+inline constexpr int64_t kHeadStep = {HEAD_STEP};
 // Query rows of a row of mask_words that is about a block (jax_fa/spec/division.py: MASK_BLOCK).
 inline constexpr int64_t kMaskBlock = {division.MASK_BLOCK};
 // Where aligned arrays start: at multiples of so many bytes.
@@ -119,7 +121,8 @@ def _extents() -> tuple[dict[str, Any], dict[str, _Text]]:
     given |= schema.derived(given, on.extremes)
     bounds = [f"p.window_{side} != kUnbounded" for side in ("left", "right")]
     is_banded = _Text(f"int64_t{{{' || '.join(bounds)}}}")
-    asked = scratch.Asked(_Text("p.num_splits"), _Text("p.deterministic"), is_banded)
+    of_call = (_Text("p.num_splits"), _Text("p.deterministic"), is_banded, _Text("p.dq_dim"))
+    asked = scratch.Asked(*of_call)
     derived = scratch.extents(given, asked, on)
     used = {x for array in schema.BY_NAME.values() for x in array.dims.split()}
     return {**given, **derived, **{x: x for x in sorted(used) if x.isdigit()}}, variables
@@ -152,6 +155,7 @@ def _problem() -> str:
         note = f"{extent.letter}: {extent.note}" if extent.note else extent.letter
         fields.append((f"int64_t {extent.name};", note))
     fields.append(("int64_t num_splits;", "forward only: parts of the keys; 0 or 1: not split"))
+    fields.append(("int64_t dq_dim;", "backward only: D that the kernel is compiled for"))
     fields += [(f"{_KINDS[x.kind]} {x.name};", x.note) for x in schema.ATTRIBUTES]
     attributes = [
         f'visit("{x.name}", self.{x.name}, {str(x.is_required).lower()})' for x in schema.ATTRIBUTES

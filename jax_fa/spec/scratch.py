@@ -39,11 +39,13 @@ class Asked(NamedTuple):
         num_splits: parts of the keys in a forward.
         deterministic: of a backward.
         is_banded: 1 where a causal mask or a window hides keys, else 0.
+        dq_dim: D that the kernel of a backward is compiled for, at least the problem's.
     """
 
     num_splits: Any
     deterministic: Any
     is_banded: Any
+    dq_dim: Any
 
 
 def extents(given: Mapping[str, Any], asked: Asked, on: Arithmetic = ON_INTS) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def extents(given: Mapping[str, Any], asked: Asked, on: Arithmetic = ON_INTS) ->
         "Z": on.select(bias_parts > 1, bias_parts, 0),
         "P": on.select(asked.num_splits > 1, asked.num_splits, 0),
         "R": rows,
+        "Dq": asked.dq_dim,
         "H": on.select(parts > 1, parts, 0),
         "E": x["B"] * x["S"] * x["K"] * (x["D"] + x["Dv"]),
         "U": on.select(asked.deterministic, rows // backward_division.TURN_ROWS, 0),
@@ -72,7 +75,7 @@ def extents(given: Mapping[str, Any], asked: Asked, on: Arithmetic = ON_INTS) ->
 
 
 def shapes(
-    operation: Operation, problem: Problem, num_splits: int = 1
+    operation: Operation, problem: Problem, num_splits: int = 1, dq_dim: int | None = None
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and element type of the scratch of one call, by name in call order.
 
@@ -80,12 +83,14 @@ def shapes(
         operation: what is computed.
         problem: what is asked.
         num_splits: parts into which a forward splits the keys; one needs no scratch.
+        dq_dim: as of ``Asked``; None for the problem's own.
     """
     if operation == "fwd" and num_splits == 1:
         return {}
     letters = schema.extents(problem)
     semantics = problem.semantics
-    asked = Asked(num_splits, semantics.deterministic, int(not semantics.band.is_full))
+    is_banded = int(not semantics.band.is_full)
+    asked = Asked(num_splits, semantics.deterministic, is_banded, dq_dim or problem.head_dim)
     letters |= extents(letters, asked)
     return {
         array.name: (array.shape(letters), array.dtype)

@@ -8,8 +8,8 @@ So does a bias, whose kernels take the soft cap as a run-time value. Split keys 
 tiles, whose pace memory sets: the general mask serves them all. With a soft cap or a bias they are
 not split.
 
-A kernel also serves smaller heads than it is compiled for: further columns of zeros change no
-product, and a gradient's are cut off (``runtime/head_sizes.py``).
+A kernel also serves smaller heads than it is compiled for: what it loads ends in columns of zeros,
+which change no product, and what it stores ends where the arrays do.
 """
 
 from __future__ import annotations

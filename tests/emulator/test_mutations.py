@@ -286,6 +286,7 @@ def kernel(tmp_path_factory) -> Kernel:
     values: dict[str, float] = {name: address for name, (address, _) in held.items()}
     values |= {"scale": KEY.head_dim**-0.5, "soft_cap": 1.0, "batch": 1, "num_sequences": 1}
     values |= {"q_len": LENGTH, "kv_len": LENGTH, "num_q_heads": HEADS, "num_kv_heads": HEADS}
+    values |= {"head_dim": KEY.head_dim, "value_dim": KEY.value_dim}
     values |= {"window_left": UNBOUNDED, "window_right": 0, "num_sms": 1}
     built = build(tmp_path_factory.mktemp("sound"), "sm100.fwd", KEY, choose_forward(KEY))
     (launch,) = record(built, abi.FORWARD, values)

@@ -131,9 +131,9 @@ def kernels(tmp_path_factory):
     return kernel
 
 
-def scratch_for(operands, case, deterministic):
-    """Arrays of ``abi.SCRATCH`` that hold nothing of use."""
-    (batch, q_len, num_heads, head_dim), (_, kv_len, num_kv_heads, _) = (
+def scratch_for(operands, case, deterministic, dq_dim):
+    """Arrays of ``abi.SCRATCH`` that hold nothing of use, for a kernel of D = ``dq_dim``."""
+    (batch, q_len, num_heads, _), (_, kv_len, num_kv_heads, _) = (
         operands.q.shape,
         operands.k.shape,
     )
@@ -143,7 +143,7 @@ def scratch_for(operands, case, deterministic):
     splits = backward_division.head_splits(tiles, num_heads // num_kv_heads, is_banded)
     sums = (splits, operands.k.size + operands.v.size)
     scratch: dict[str, tuple[int, ...]] = {
-        "dq_sum": (num_heads, rows, head_dim),
+        "dq_sum": (num_heads, rows, dq_dim),
         "row_stats": (2, num_heads, rows),
     }
     scratch |= {"dkv_sums": sums} if splits > 1 else {}
@@ -153,8 +153,11 @@ def scratch_for(operands, case, deterministic):
     return arrays
 
 
-def call(built, case, *, seed=0, deterministic=False, num_sms=2, options=None):
-    """Gradients of a case, what they may be, the report of the main kernel, and sums of dQ."""
+def call(built, case, *, seed=0, deterministic=False, num_sms=2, options=None, dq_dim=None):
+    """Gradients of a case, what they may be, the report of the main kernel, and sums of dQ.
+
+    ``dq_dim`` is D that the kernel is compiled for, if it is more than the case's.
+    """
     operands, (dout, dlse) = make(case, "bfloat16")
     wanted = tolerance(operands, case.semantics, (dout, dlse))
     results = {
@@ -164,7 +167,7 @@ def call(built, case, *, seed=0, deterministic=False, num_sms=2, options=None):
     arrays = {
         **operands._asdict(),
         **results,
-        **scratch_for(operands, case, deterministic),
+        **scratch_for(operands, case, deterministic, dq_dim or case.head_dim),
         "out": np.asarray(wanted.rounded.out).astype(ml_dtypes.bfloat16),
         "lse": np.asarray(wanted.rounded.lse, np.float32),
         "dout": dout,

@@ -139,7 +139,7 @@ def launch(variant: cutlass.Constexpr, call: BackwardCall):
     """Launches the main kernel."""
     resident = RESIDENT_WARPS // variant.config.warps
     order, num_ctas = backward_order(variant, call._replace(num_sms=call.num_sms * resident))
-    kernel(variant, plain_arrays(variant, call), call.scratch, call.scalars, order).launch(
+    kernel(variant, plain_arrays(call), call.scratch, call.scalars, order).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
         stream=call.stream,

@@ -11,7 +11,7 @@ from cutlass import Int32, Int64, const_expr
 from jax_fa.kernels import backward_rows, edges, fragments, primitives, tiles
 from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Work
 from jax_fa.kernels.mma_sync import products
-from jax_fa.kernels.mma_sync.loads import address_of_row, copy_row, piece_of_thread
+from jax_fa.kernels.mma_sync.loads import Extents, address_of_row, copy_row, piece_of_thread
 from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
 from jax_fa.spec.band import Blocks, Window
 from jax_fa.spec.config_mma_sync import WARP_ROWS, MmaSyncBackward
@@ -225,12 +225,12 @@ def load_keys(
     mine = piece_of_thread(tile, variant.plan.threads)
     step = tile.rows_of_pass(variant.plan.threads)
     rows = array[None, None, work.tile.kv_head, work.tile.batch]
+    there = Extents(work.window.kv_len, cute.size(rows, mode=[1]))
     for i in cutlass.range_constexpr(tile.rows // step):
         row = mine.row + i * step
         key = work.tile.block * tile.rows + row
-        is_there = (key >= 0) & (key < work.window.kv_len)
         source = address_of_row(rows, work.kv_start + key) + mine.column_bytes(tile)
-        copy_row(tile, mine.panels, target + mine.place(tile, row), source, is_there)
+        copy_row(tile, mine, target + mine.place(tile, row), source, key, there)
 
 
 @cute.jit
@@ -252,12 +252,12 @@ def load_queries(
     mine = piece_of_thread(tile, variant.plan.threads)
     step = tile.rows_of_pass(variant.plan.threads)
     rows = array[None, None, at.head, work.tile.batch]
+    there = Extents(work.window.q_len, cute.size(rows, mode=[1]))
     for i in cutlass.range_constexpr(tile.rows // step):
         row = mine.row + i * step
         query = at.q_block * variant.config.block_q + first + row
-        is_there = (query >= 0) & (query < work.window.q_len)
         source = address_of_row(rows, work.q_start + query) + mine.column_bytes(tile)
-        copy_row(tile, mine.panels, target + mine.place(tile, row), source, is_there)
+        copy_row(tile, mine, target + mine.place(tile, row), source, query, there)
     statistic, ring = x.scratch.lse2, x.smem.lse2
     if const_expr(name == "dout"):
         statistic, ring = x.scratch.delta, x.smem.delta

@@ -132,18 +132,18 @@ def make_entry(key: KernelKey, config: FewQueries) -> Callable:
 @cute.jit
 def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
     """Launches the kernel."""
-    key, config, queries = variant.key, variant.config, call.queries
+    config, queries, widths = variant.config, call.queries, call.widths
     parts = queries._replace(batch=queries.batch * call.scalars.num_splits)
     lse = call.lse.toint()
     if call.scalars.num_splits > 1:
         lse = call.lse_parts.toint()
     lse_pointer = cute.make_ptr(Float32, lse, cute.AddressSpace.gmem, assumed_align=4)
     arrays = Arrays(
-        q=dense(call.q, queries, key.head_dim),
-        k=dense(call.k, call.keys, key.head_dim),
-        v=dense(call.v, call.keys, key.value_dim),
-        out=dense(call.out, queries, key.value_dim),
-        out_rows=dense(call.out_parts, parts, key.value_dim),
+        q=dense(call.q, queries, widths.qk),
+        k=dense(call.k, call.keys, widths.qk),
+        v=dense(call.v, call.keys, widths.v),
+        out=dense(call.out, queries, widths.v),
+        out_rows=dense(call.out_parts, parts, widths.v),
         lse=dense_stats(lse_pointer, parts),
     )
     group = queries.heads // call.keys.heads
@@ -238,6 +238,7 @@ def load_q(variant: cutlass.Constexpr, x: FewContext, work: Work) -> None:
             at = row_of_tile(variant, x, work, row)
             is_there = at.is_there & (at.position < span.own_slot)
             rows = x.arrays.q[None, None, at.head, work.tile.batch]
+            is_there = is_there & (piece * PIECE < cute.size(rows, mode=[1]))
             source = address_of_row(rows, span.own_start + at.position) + piece * PIECE_BYTES
             place = tile.place(row, piece % tile.pieces) + piece // tile.pieces * tile.panel_bytes
             size_bytes = Int32(PIECE_BYTES) if is_there else Int32(0)
@@ -408,13 +409,14 @@ def store(variant: cutlass.Constexpr, x: FewContext, work: Work) -> None:
                 sums = [sums[i] + weights[w] * loaded[i] for i in range(FLOATS)]
             # The query may hold anything in a row that is not used, NaN too.
             sums = [one * factor if is_used else Float32(0.0) for one in sums]
-            if x.scalars.num_splits > 1:
-                store_four(part + four * (FLOATS * 4), *sums)
-            else:
-                words = [
-                    primitives.narrow_pair(sums[i], sums[i + 1], variant.dtype) for i in (0, 2)
-                ]
-                store_words(whole + four * (FLOATS * 2), *words)
+            if four * FLOATS < cute.size(x.arrays.out, mode=[1]):
+                if x.scalars.num_splits > 1:
+                    store_four(part + four * (FLOATS * 4), *sums)
+                else:
+                    words = [
+                        primitives.narrow_pair(sums[i], sums[i + 1], variant.dtype) for i in (0, 2)
+                    ]
+                    store_words(whole + four * (FLOATS * 2), *words)
 
 
 def address_of_elements(row: cute.Tensor) -> Int64:

@@ -60,7 +60,7 @@ from jax_fa.kernels.mma_sync.fwd_work import (
     row_step,
     tiles_of,
 )
-from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE_BYTES
+from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE, PIECE_BYTES
 from jax_fa.kernels.mma_sync.plan import forward_plan
 from jax_fa.kernels.unmasked import hides_pairs
 from jax_fa.spec import division
@@ -407,5 +407,6 @@ def store_rounded(
             out = out[span.own_start + position, None]
             target = out.iterator.toint() + piece * PIECE_BYTES
             for panel in cutlass.range_constexpr(tile.num_panels):
-                four = products.load_piece(place + panel * tile.panel_bytes)
-                products.store_piece(target + panel * tile.width, four)
+                if piece * PIECE + panel * tile.panel < cute.size(x.arrays.out_rows, mode=[1]):
+                    four = products.load_piece(place + panel * tile.panel_bytes)
+                    products.store_piece(target + panel * tile.width, four)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 
 from jax_fa.kernels.mma_sync import products
 from jax_fa.kernels.mma_sync.panels import ELEMENT_BYTES, PIECE_BYTES, Panels
@@ -32,6 +32,13 @@ class Piece(NamedTuple):
         return self.piece * PIECE_BYTES + self.panel * tile.width
 
 
+class Extents(NamedTuple):
+    """Rows and columns that an array has; behind them there are zeros."""
+
+    rows: Int32
+    columns: Int32
+
+
 def piece_of_thread(tile: Panels, threads: int) -> Piece:
     """That of the calling one of ``threads`` in the first pass."""
     thread, panels = products.thread_index(), tile.panels_of_pass(threads)
@@ -44,22 +51,28 @@ def piece_of_thread(tile: Panels, threads: int) -> Piece:
 @cute.jit
 def copy_row(
     tile: cutlass.Constexpr,
-    panels: cutlass.Constexpr[int],
+    mine: Piece,
     target: Int32,
     source: Int64,
-    is_there: Boolean,
+    row: Int32,
+    extents: Extents,
 ) -> None:
-    """Starts the copies of a thread's pieces of a row, zeros if it is not there.
+    """Starts the copies of a thread's pieces of a row, zeros where the array ends before.
 
     Args:
         tile: where it goes.
-        panels: it copies a piece of one of so many.
+        mine: the thread's place in a pass.
         target: place of its first piece.
         source: address of the same piece; of no meaning where nothing is read.
-        is_there: whether to read it.
+        row: which it is, of those that ``extents`` counts; any number.
+        extents: of the array.
     """
-    size_bytes = Int32(PIECE_BYTES) if is_there else Int32(0)
-    for panel in cutlass.range_constexpr(0, tile.num_panels, panels):
+    columns = extents.columns - mine.column_bytes(tile) // ELEMENT_BYTES
+    for panel in cutlass.range_constexpr(0, tile.num_panels, mine.panels):
+        # The same for every row, so that a row costs one comparison, unsigned: none is negative.
+        num_rows = cutlass.max(extents.rows, 0) if panel * tile.panel < columns else Int32(0)
+        is_read = row.to(Uint32) < num_rows.to(Uint32)
+        size_bytes = Int32(PIECE_BYTES) if is_read else Int32(0)
         piece = source + panel * tile.width
         products.copy_piece(target + panel * tile.panel_bytes, piece, size_bytes)
 

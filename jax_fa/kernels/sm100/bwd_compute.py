@@ -425,28 +425,29 @@ def _put_gradient(
 ):
     """Writes some columns, ``first`` on, of a key's row."""
     array = x.arrays.dk if const_expr(name == "dk") else x.arrays.dv
-    number = first_key(variant, work.tile) + lane.row
+    number, left = first_key(variant, work.tile) + lane.row, cute.size(array, mode=[1]) - first
     if number < work.kv_slot:
         place = (work.kv_start + number, None, work.tile.kv_head, work.tile.batch)
         if x.scalars.splits == 1:
             rounded = cute.make_rmem_tensor((GRADIENT_COLUMNS,), variant.dtype)
             primitives.narrow(values, rounded)
-            _write(backward_rows.address_of(array[place]) + first * 2, rounded)
+            _write(backward_rows.address_of(array[place]) + first * 2, rounded, left)
         else:
             part = (work.tile.head % x.scalars.splits).to(Int64)
             sums = x.scratch.dkv_sums + part * backward_rows.dkv_elements(x.arrays)
             if const_expr(name == "dv"):
                 sums = sums + cute.size(x.arrays.dk.shape)
             row = backward_rows.like(array, sums)[place]
-            _write(backward_rows.address_of(row) + first * 4, values)
+            _write(backward_rows.address_of(row) + first * 4, values, left)
 
 
 @cute.jit
-def _write(address: Int64, values: cute.Tensor):
-    """Stores registers to global memory, 16 bytes at a time."""
+def _write(address: Int64, values: cute.Tensor, num_columns: Int32):
+    """Stores registers to so many columns of global memory, 16 bytes at a time."""
     count = backward_rows.VECTOR_BYTES * 8 // values.element_type.width
     for i in cutlass.range_constexpr(cute.size(values) // count):
         place = address + i * backward_rows.VECTOR_BYTES
-        target = backward_rows.vector_at(values.element_type, place, backward_rows.VECTOR_BYTES)
-        for j in cutlass.range_constexpr(count):
-            target[j] = values[i * count + j]
+        if i * count < num_columns:
+            target = backward_rows.vector_at(values.element_type, place, backward_rows.VECTOR_BYTES)
+            for j in cutlass.range_constexpr(count):
+                target[j] = values[i * count + j]

@@ -10,7 +10,7 @@ from cutlass.pipeline import PipelineProducer
 
 from jax_fa.kernels import edges, primitives, tiles
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
-from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Tma, Work
+from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Tma, Work, bulk_load
 from jax_fa.kernels.sm100 import bwd_instructions, umma
 from jax_fa.kernels.sm100.plan import MMA_ROWS
 from jax_fa.kernels.sm100.plan_bwd import (
@@ -315,7 +315,7 @@ def load_stats(
     row = work.scratch_row + at.q_block * variant.config.block_q
     for i, array in enumerate((x.scratch.lse2, x.scratch.delta)):
         source = cute.domain_offset((row,), array[None, at.head])
-        primitives.bulk_load(source, x.smem.stats[None, i, slot.index], slot.barrier)
+        bulk_load(source, x.smem.stats[None, i, slot.index], slot.barrier)
     return stats
 
 

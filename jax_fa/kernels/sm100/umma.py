@@ -125,10 +125,12 @@ def after_thread_sync():
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
+@cute.jit
 def copy_row(source: cute.Tensor, row: cute.Tensor, first: Int32 | int) -> None:
-    """Stores registers from column ``first`` of a row on, 16 bytes at a time."""
+    """Stores registers from column ``first`` of a row on, 16 bytes at a time, as far as it goes."""
     width = VECTOR_BITS // source.element_type.width
     source = cute.make_tensor(source.iterator, cute.make_layout(cute.size(source)))
-    for i in range(cute.size(source) // width):
-        target = cute.local_tile(row, (width,), (first // width + i,))
-        cute.autovec_copy(cute.local_tile(source, (width,), (i,)), target)
+    for i in cutlass.range_constexpr(cute.size(source) // width):
+        if first + i * width < cute.size(row):
+            target = cute.local_tile(row, (width,), (first // width + i,))
+            cute.autovec_copy(cute.local_tile(source, (width,), (i,)), target)

@@ -21,6 +21,7 @@ from jax_fa.kernels.backward_work import (
     Step,
     Work,
     await_turn,
+    bulk_load,
     first_step,
     next_block,
     next_step,
@@ -104,7 +105,7 @@ def load_statistic(
         slot: stage of the ring; counts the bytes.
     """
     source = cute.domain_offset((first,), statistic[None, head])
-    primitives.bulk_load(source, ring[None, slot.index], slot.barrier)
+    bulk_load(source, ring[None, slot.index], slot.barrier)
 
 
 @cute.jit
