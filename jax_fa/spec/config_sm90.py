@@ -25,6 +25,7 @@ class HopperForward:
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         q_in_registers: the query fragment is an operand in registers, not in shared memory.
         packs_heads: query heads of a group share tiles where that saves some (``Packing``).
+        branches_steps: of a general mask, blocks that hide keys and others have a loop body each.
     """
 
     block_kv: int
@@ -35,6 +36,7 @@ class HopperForward:
     producer_registers: int = 24
     q_in_registers: bool = False
     packs_heads: bool = False
+    branches_steps: bool = False
 
     @property
     def block_q(self) -> int:
@@ -65,8 +67,9 @@ def hopper_forward(key: KernelKey) -> HopperForward:
     consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
     block_kv, num_consumers, is_persistent, q_in_registers = 128, 2, True, False
     if key.head_dim <= 64:
-        # General, causal: 237 / 427 (3 consumers 204 / 485, but their 160 registers spill).
-        if not is_general:
+        # General, H100, 1 x 16384 tokens, causal: 2.51 ms (2 consumers 2.73). With more to do, 160
+        # registers spill.
+        if not is_general or not (key.has_soft_cap or key.is_split):
             # Full: 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477).
             num_consumers, consumer_registers, producer_registers = 3, 160, 32
     elif key.head_dim <= 128:
@@ -87,6 +90,9 @@ def hopper_forward(key: KernelKey) -> HopperForward:
         producer_registers=producer_registers,
         q_in_registers=q_in_registers,
         packs_heads=key.is_split,
+        # General, against causal, H100, 1 x 16384 tokens: 1.03 at D = 128 (else 1.08); at D = 256,
+        # which is not persistent, slower.
+        branches_steps=is_general and is_persistent,
     )
 
 

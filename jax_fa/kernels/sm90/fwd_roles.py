@@ -215,12 +215,13 @@ class Products(NamedTuple):
     v: PipelineConsumer
 
 
-class Stepped(NamedTuple):
-    """The pipes of a consumer, advanced, and the block of its next step."""
+class Place(NamedTuple):
+    """Where a consumer is: its pipes, the block of its next step, and whether that hides keys."""
 
     k: PipelineConsumer
     v: PipelineConsumer
     block: Int32
+    hides: Boolean
 
 
 @cute.jit
@@ -259,58 +260,63 @@ def middle(
 
     ``q_index`` is the stage of the consumer's queries. Returns the pipes, advanced.
     """
-    blocks, k, v = work.blocks, pipes.k, pipes.v
-    newest = blocks.end - 1
-    if const_expr(variant.is_general):
-        # One loop that asks each block: three loops of masked, full and masked blocks spill.
-        block = below(variant, x, newest)
+    blocks, newest = work.blocks, work.blocks.end - 1
+    block = below(variant, x, newest)
+    hides = hides_pairs(variant, x.scalars, blocks, x.smem.found, cutlass.max(block, 0))
+    at = Place(pipes.k, pipes.v, block, hides)
+    if const_expr(variant.config.branches_steps):
+        # A step of each kind, asked for a step before. Three loops of masked, full and masked
+        # blocks spill.
         for _ in cutlass.range(work.num_blocks - 1, unroll=1):
-            k, v, block = step(variant, "maybe", x, c, work, q_index, block, KvPipes(k, v))
+            if at.hides:
+                at = step(variant, True, x, c, work, q_index, at)
+            else:
+                at = step(variant, False, x, c, work, q_index, at)
+    elif const_expr(variant.is_general):
+        for _ in cutlass.range(work.num_blocks - 1, unroll=1):
+            at = step(variant, at.hides, x, c, work, q_index, at)
     else:
         if const_expr(variant.key.mask == "causal"):
             for i in cutlass.range(newest - blocks.full_end, unroll=1):
-                block = newest - 1 - i
-                k, v, _ = step(variant, "always", x, c, work, q_index, block, KvPipes(k, v))
+                at = at._replace(block=newest - 1 - i)
+                at = step(variant, True, x, c, work, q_index, at)
         last = cutlass.min(newest, blocks.full_end)
         for i in cutlass.range(last - blocks.full_start, unroll=1):
-            block = last - 1 - i
-            k, v, _ = step(variant, "never", x, c, work, q_index, block, KvPipes(k, v))
-    return KvPipes(k, v)
+            at = at._replace(block=last - 1 - i)
+            at = step(variant, False, x, c, work, q_index, at)
+    return KvPipes(at.k, at.v)
 
 
 @cute.jit
 def step(
     variant: cutlass.Constexpr,
-    masked: cutlass.Constexpr,
+    hides: Boolean,
     x: ForwardContext,
     c: ForwardConsumer,
     work: Work,
     q_index: Int32,
-    block: Int32,
-    pipes: KvPipes,
-) -> Stepped:
-    """Computes S and the softmax of a block, and PV of the one before."""
-    scores, k_full, v_full, k, v = products(variant, c, q_index, pipes)
+    at: Place,
+) -> Place:
+    """Computes S and the softmax of a block, which ``hides`` keys, and PV of the one before."""
+    scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(at.k, at.v))
     # Here, since products run: at the border of two steps it would show.
-    following = below(variant, x, block)
-    hides = Boolean(False)
-    if const_expr(masked == "maybe"):
-        hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, block)
+    following = below(variant, x, at.block)
+    asked = cutlass.max(following, 0)  # something else after the last
+    next_hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, asked)
     await_scores(k_full)
     add_bias(variant, x, c, work, scores, following)
-    shrink = to_probabilities(variant, masked, x, c, work, block, hides, scores)
+    shrink = to_probabilities(variant, x, c, work, at.block, hides, scores)
     warpgroup.wait_group(0)
     v_full.release()
     # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
     primitives.narrow(scores, c.p)
     fragment_softmax.scale_rows(c.out, shrink)
-    return Stepped(k, v, following)
+    return Place(k, v, following, next_hides)
 
 
 @cute.jit
 def to_probabilities(
     variant: cutlass.Constexpr,
-    masked: cutlass.Constexpr,
     x: ForwardContext,
     c: ForwardConsumer,
     work: Work,
@@ -318,19 +324,15 @@ def to_probabilities(
     hides: Boolean,
     scores: cute.Tensor,
 ) -> cute.Tensor:
-    """Caps, masks and exponentiates a block's scores; returns how much ``c.out`` shrinks.
+    """Caps, masks if it ``hides`` keys, and exponentiates a block's scores.
 
-    ``masked`` says whether the block hides keys: "always", "never", or "maybe" if ``hides``.
+    Returns how much ``c.out`` shrinks.
     """
     if const_expr(variant.key.has_soft_cap):
         softmax.cap(scores, x.scalars.cap_inner_log2)
-    if const_expr(masked == "always"):
+    if hides:
         mask_block(variant, x, c, work, scores, block)
-    if const_expr(masked == "maybe"):
-        if hides:
-            mask_block(variant, x, c, work, scores, block)
-    has_bias = variant.key.has_bias
-    return fragment_softmax.update(scores, c.state, x.scalars.scale_log2, has_bias)
+    return fragment_softmax.update(scores, c.state, x.scalars.scale_log2, variant.key.has_bias)
 
 
 @cute.jit
@@ -385,7 +387,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         fragment_softmax.reset(c.state)
         add_bias(variant, x, c, work, scores, below(variant, x, newest))
         hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
-        to_probabilities(variant, "maybe", x, c, work, newest, hides, scores)
+        to_probabilities(variant, x, c, work, newest, hides, scores)
         primitives.narrow(scores, c.p)
         c.out.fill(0.0)
         if const_expr(config.is_persistent):
@@ -407,7 +409,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 fragment_softmax.reset(c.state)
                 add_bias(variant, x, c, work, scores, below(variant, x, newest))
                 hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
-                to_probabilities(variant, "maybe", x, c, work, newest, hides, scores)
+                to_probabilities(variant, x, c, work, newest, hides, scores)
                 warpgroup.wait_group(0)
                 v_full.release()
                 primitives.narrow(scores, c.p)
@@ -496,7 +498,8 @@ def store_rows(
         position = rows[r].position
         if position < span.own_slot:
             for i in cutlass.range_constexpr(cute.size(pairs, mode=[1])):
-                gOut[span.own_start + position, first + 4 * i] = pairs[r, i]
+                if 4 * i < cute.size(gOut, mode=[1]):
+                    gOut[span.own_start + position, first + 4 * i] = pairs[r, i]
 
 
 @cute.jit
