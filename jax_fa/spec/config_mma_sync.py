@@ -26,6 +26,7 @@ class MmaSyncForward:
             while values are multiplied, and the other way round.
         q_in_registers: query fragments stay in registers; else each step reads them again.
         packs_heads: query heads of a group share tiles where that saves some (``Packing``).
+        branches_steps: of a general mask, blocks that hide keys and others have a loop body each.
         opt_level: of the compiler. With 1 it reorders little and so needs fewer registers.
     """
 
@@ -35,6 +36,7 @@ class MmaSyncForward:
     stages: int = 2
     q_in_registers: bool = False
     packs_heads: bool = False
+    branches_steps: bool = False
     opt_level: int = 3
 
     @property
@@ -69,7 +71,13 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     if key.has_bias:
         return _forward_with_bias(key)
     if key.head_dim <= 64:
-        return MmaSyncForward(64, q_in_registers=True, packs_heads=packs_heads)
+        # General, H100 (sm_90 build): a body each takes 4 to 6 % less. Of D = 128, 8 bytes spill.
+        return MmaSyncForward(
+            64,
+            q_in_registers=True,
+            packs_heads=packs_heads,
+            branches_steps=key.mask == "general",
+        )
     if key.head_dim <= 96:
         return MmaSyncForward(64, packs_heads=packs_heads)
     # A general mask takes registers: of 64 keys, some spill. For 12.x the compiler carries pairs of

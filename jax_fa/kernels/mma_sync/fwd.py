@@ -130,10 +130,12 @@ class Place(NamedTuple):
     Attributes:
         block: the next block.
         remaining: blocks to do, this one included. It also tells which stage holds the block.
+        hides: whether the block hides keys, where that is known at run time only.
     """
 
     block: Int32
     remaining: Int32
+    hides: Boolean
 
 
 def stage_of(variant: Variant, at: Place) -> Int32:
@@ -175,7 +177,8 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
     work = work_on(variant, x, tile_at(variant, x, Int32(0)))
     if work.tile.is_valid:
         rows = make_row_tiles(variant)
-        at = Place(work.blocks.end - 1, work.num_blocks)
+        newest = work.blocks.end - 1
+        at = Place(newest, work.num_blocks, hides_keys(variant, x, work, newest))
         load_queries(variant, x, tiles_of(variant).q, x.smem.q, x.arrays.q, work)
         load_k(variant, x, work, at)
         if const_expr(variant.config.stages > 1):
@@ -189,21 +192,37 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             queries = fetch_q(variant, x)
-        if const_expr(variant.is_general):
+        if const_expr(variant.config.branches_steps):
             while at.remaining > 0:
-                at = step(variant, "maybe", x, rows, queries, work, at)
+                if at.hides:
+                    at = step(variant, True, x, rows, queries, work, at)
+                else:
+                    at = step(variant, False, x, rows, queries, work, at)
+        elif const_expr(variant.is_general):
+            while at.remaining > 0:
+                at = step(variant, at.hides, x, rows, queries, work, at)
         else:
             unmasked = cutlass.max(work.blocks.full_end, work.blocks.start) - work.blocks.start
             while at.remaining > unmasked:
-                at = step(variant, "always", x, rows, queries, work, at)
+                at = step(variant, True, x, rows, queries, work, at)
             while at.remaining > 0:
-                at = step(variant, "never", x, rows, queries, work, at)
+                at = step(variant, False, x, rows, queries, work, at)
         band = primitives.opaque(x.order.heads_per_band)
         x = x._replace(order=x.order._replace(heads_per_band=band))
         work = work_on(variant, x, tile_at(variant, x, Int32(0)))
         for i in cutlass.range_constexpr(len(rows)):
             first = first_row(products.thread_index()) + i * row_step(variant)
             store(variant, x, anew(rows[i]), first, work)
+
+
+@cute.jit
+def hides_keys(variant: cutlass.Constexpr, x: ForwardContext, work: Work, block: Int32) -> Boolean:
+    """Whether a block hides keys, of a general mask; of none, which there is after the last."""
+    hides = Boolean(False)
+    if const_expr(variant.is_general):
+        asked = cutlass.max(block, 0)
+        hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, asked)
+    return hides
 
 
 def fetch_q(variant: Variant, x: ForwardContext) -> list[list[products.Four]]:
@@ -231,7 +250,7 @@ def fetch_q_at(variant: Variant, place: Int32, column: int) -> list[products.Fou
 @cute.jit
 def step(
     variant: cutlass.Constexpr,
-    masked: cutlass.Constexpr,
+    hides: Boolean,
     x: ForwardContext,
     rows: list[RowTile],
     queries: Any,
@@ -240,11 +259,10 @@ def step(
 ) -> Place:
     """Computes S, softmax and PV of a block, and loads the next one; returns the place of that.
 
-    ``masked`` says whether the block hides keys: "always", "never", or "maybe" if it has to be
-    asked. ``queries`` are those of ``fetch_q``, or None.
+    ``hides`` says whether the block hides keys, ``queries`` are those of ``fetch_q``, or None.
     """
-    stages = variant.config.stages
-    following = Place(below(variant, x, at.block), at.remaining - 1)
+    stages, block = variant.config.stages, below(variant, x, at.block)
+    following = Place(block, at.remaining - 1, hides_keys(variant, x, work, block))
     cute.arch.cp_async_wait_group(0)
     # HAZARD: all threads' copies of this block are there, and all warps are done with the block
     # before, in whose place the next copies go.
@@ -267,10 +285,7 @@ def step(
         if following.remaining > 0:
             load_k(variant, x, work, following)
         cute.arch.cp_async_commit_group()
-    hides = Boolean(False)
-    if const_expr(masked == "maybe"):
-        hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.block)
-    to_probabilities(variant, masked, x, rows, work, at.block, hides)
+    to_probabilities(variant, x, rows, work, at.block, hides)
     multiply_pv(variant, x, rows, stage_of(variant, at))
     return following
 
@@ -306,16 +321,15 @@ def multiply_qk(
 @cute.jit
 def to_probabilities(
     variant: cutlass.Constexpr,
-    masked: cutlass.Constexpr,
     x: ForwardContext,
     rows: list[RowTile],
     work: Work,
     block: Int32,
     hides: Boolean,
 ) -> None:
-    """Caps, masks and exponentiates a block's scores, and scales what was accumulated before.
+    """Caps, masks if it ``hides`` keys, and exponentiates a block's scores.
 
-    ``masked`` says whether the block hides keys: "always", "never", or "maybe" if ``hides``.
+    Scales what was accumulated before.
     """
     shrinks, shrinking = [], Boolean(False)
     for i in cutlass.range_constexpr(len(rows)):
@@ -324,11 +338,8 @@ def to_probabilities(
             softmax.cap(one.scores, x.scalars.cap_inner_log2)
         if const_expr(variant.key.has_bias):
             fragment_bias.add_rows(one.scores, one.bias, x.scalars.bias, variant.dtype)
-        if const_expr(masked == "always"):
+        if hides:
             mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
-        if const_expr(masked == "maybe"):
-            if hides:
-                mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
         scale_log2, has_bias = x.scalars.scale_log2, variant.key.has_bias
         shrink = fragment_softmax.update(one.scores, one.state, scale_log2, are_wide=has_bias)
         shrinking = shrinking | (shrink[0] != 1.0) | (shrink[1] != 1.0)
