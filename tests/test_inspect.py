@@ -256,6 +256,25 @@ def test_the_loop_that_counts_is_the_one_that_masks_nothing_even_if_it_is_longer
     assert softmax.instructions > max(softmax.other_loops)
 
 
+def test_a_loop_with_a_body_of_each_kind_has_an_iteration_of_each():
+    body = [("MUFU.EX2", "")] * 16 + [("F2FP.BF16.F32.PACK_AB", "")] * 8
+    masked = [("FSEL", "")] * 32 + body
+    opcodes = [
+        ("BRA", "`(.L_x_1)", "P0"),
+        *body,
+        ("BRA", "`(.L_x_2)"),
+        *masked,
+        ("BRA", "`(.L_x_0)", "P1"),
+        ("EXIT", ""),
+    ]
+    join = len(opcodes) - 2
+    labels = {".L_x_0": 0, ".L_x_1": join - len(masked), ".L_x_2": join}
+    code = Code("k", tuple(Instruction(*each) for each in opcodes), labels)
+    found = machine_code.softmax_loops(code, rounded=1)
+    assert [(main.scores, main.counts["select"]) for main in found] == [(16, 0), (16, 32)]
+    assert [main.counts["all"] for main in found] == [27, 58]
+
+
 @pytest.mark.parametrize(
     "code, complaint",
     [

@@ -188,11 +188,14 @@ class Loop:
         own: indices of those that are in no inner loop.
         every_time: indices of those that every iteration executes once: the others are inner
             loops, or lie behind a branch.
+        paths: for each of its branches, indices of those that an iteration executes which takes it
+            and, within it, no further one.
     """
 
     body: frozenset[int]
     own: frozenset[int]
     every_time: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]
 
 
 class _Block(NamedTuple):
@@ -313,11 +316,13 @@ def loops(code: Code) -> list[Loop]:
         }
         own = body - inner
         always = set.intersection(own, *(dominators_of(tail) for tail in tails[head]))
+        paths = {frozenset(always | (own & dominators_of(block))) for block in own - always}
         found.append(
             Loop(
                 _indices(blocks, body),
                 _indices(blocks, own),
                 tuple(sorted(_indices(blocks, always))),
+                tuple(sorted(tuple(sorted(_indices(blocks, path))) for path in paths)),
             )
         )
     return found
@@ -352,19 +357,28 @@ MIN_SCORES = 16
 """Of a thread and block, in any of our kernels; less is some epilogue."""
 
 
+def _main_loop(code: Code, path: Iterable[int], rounded: int) -> MainLoop | None:
+    """An iteration that executes the instructions ``path``, if it is one of a softmax."""
+    counts = count(code.instructions[at] for at in path)
+    scores = 2 * counts["convert"] // rounded
+    return MainLoop(counts, scores) if min(counts["exp2"], scores) >= MIN_SCORES else None
+
+
 def softmax_loops(code: Code, rounded: int) -> list[MainLoop]:
     """The loops that turn scores into probabilities, those that select least, hence mask, first.
 
     They are found by content: innermost among the loops in which exponentials are taken and values
     rounded in pairs, ``rounded`` values for each score (P, and in a backward dS). Masks and rare
-    paths make for several.
+    paths make for several; where no iteration always does it, its paths do that are as short as
+    they can be.
     """
     candidates = []
     for loop in loops(code):
-        counts = count(code.instructions[at] for at in loop.every_time)
-        scores = 2 * counts["convert"] // rounded
-        if min(counts["exp2"], scores) >= MIN_SCORES:
-            candidates.append((loop.body, MainLoop(counts, scores)))
+        for body in [loop.every_time], loop.paths:
+            mains = [main for path in body if (main := _main_loop(code, path, rounded))]
+            if mains:
+                candidates += [(loop.body, main) for main in mains]
+                break
     found = [main for body, main in candidates if not any(other < body for other, _ in candidates)]
     return sorted(found, key=lambda main: (main.counts["select"], main.counts["all"]))
 
