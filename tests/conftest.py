@@ -16,8 +16,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Workers are as many as cores; threads of each that wait for work take a tenth of their time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Decoded programs are millions of objects that live for long: the collector looked at all of them
-# again and again. Ten times as rarely as this, and workers run out of 24 GB.
-gc.set_threshold(50_000, 20, 10)
+# again and again. Much more rarely than this, and workers run out of 24 GB: what JAX compiled and
+# the memory of emulated machines are few objects, but large.
+gc.set_threshold(20_000, 10, 5)
 
 import hypothesis  # noqa: E402 (after the environment, like everything that may import JAX)
 import pytest  # noqa: E402

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import importlib.util
 import os
@@ -99,6 +100,7 @@ def build(folder: Path, module: str, key: KernelKey, config: Any) -> Built:
     operation = "fwd" if key.is_few else module.split(".")[1]
     arguments = stand_ins(operation, key.dtype)
     cute.compile(entry, *arguments, options=options).export_to_c(str(folder), "k", "k")
+    gc.collect()  # few objects, but of the compiler's memory
     return _linked(folder, "k")
 
 

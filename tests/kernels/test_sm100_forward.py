@@ -194,6 +194,7 @@ def run(built, key, lengths, heads, seed, stretch=1):
     values |= {"lse": memory.add("lse", lse), "scale": scale, "soft_cap": 1.0}
     values |= {"batch": 1, "num_sequences": 1, "q_len": q_len, "kv_len": kv_len, "num_sms": 1}
     values |= {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
+    values |= {"head_dim": key.head_dim, "value_dim": key.value_dim}
     values |= {"window_left": UNBOUNDED, "window_right": UNBOUNDED}
     (launch,) = record(built, abi.FORWARD, values)
     report = emulate(built.ptx, launch, memory, seed=seed)
