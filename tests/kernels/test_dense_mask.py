@@ -21,6 +21,8 @@ pytestmark = [
 
 HOPPER = KernelKey("sm_90a", "bfloat16", 64, 64, "general")
 BLACKWELL = replace(HOPPER, arch="sm_100f")
+KEYS = {"sm90": HOPPER, "sm100": BLACKWELL, "mma_sync": replace(HOPPER, arch="sm_80")}
+CHOICES = {"fwd": choose_forward, "bwd": choose_backward}
 BY_HEAD = Case(
     "by_head", 2, q_len=90, kv_len=150, heads=6, kv_heads=2, dense=Dense("random", "BNTS")
 )
@@ -30,17 +32,19 @@ HALVES = Case("halves", q_len=300, kv_len=200, heads=4, kv_heads=2, dense=Dense(
 """Of two heads that share keys, one is shown to the first half of the rows, one to the second."""
 
 
+MODULES = ("sm90.fwd", "sm90.bwd", "sm100.bwd", "mma_sync.fwd")
+
+
 @pytest.fixture(scope="module")
 def faultless(tmp_path_factory):
-    """Both kernels without a fault, by the name of their module."""
-    return {
-        name: prebuilt(tmp_path_factory.mktemp(name), name, key, choose(key))
-        for name, key, choose in (
-            ("sm90.fwd", HOPPER, choose_forward),
-            ("sm90.bwd", HOPPER, choose_backward),
-            ("sm100.bwd", BLACKWELL, choose_backward),
-        )
-    }
+    """Kernels without a fault, by the name of their module."""
+    return {name: prebuilt(tmp_path_factory.mktemp(name), name, *asked(name)) for name in MODULES}
+
+
+def asked(module):
+    """The variant of a module, and its configuration."""
+    family, operation = module.split(".")
+    return KEYS[family], CHOICES[operation](KEYS[family])
 
 
 def check(module, built, case):
@@ -127,6 +131,12 @@ def a_row_of_words_is_one_query(dense_mask, _):
     return {"row_of": wrong}
 
 
+def a_block_is_masked_if_the_one_above_is(dense_mask, _):
+    """The answer is for the step before."""
+    right = dense_mask.hides
+    return {"hides": lambda found, block: right(found, block + 1)}
+
+
 def a_block_is_left_out(dense_mask, _):
     """Below a block comes the one after the next."""
     right = dense_mask.last_shown
@@ -150,9 +160,11 @@ FAULTS = [
     ("sm90.fwd", BY_HEAD, words_are_one_further),
     ("sm90.fwd", WINDOW, nothing_is_masked),
     ("sm90.fwd", WINDOW, rows_of_the_map_are_one_further),
+    ("sm90.fwd", BY_NAME["mask_causal"], a_block_is_masked_if_the_one_above_is),
     ("sm90.fwd", BLOCKS, a_block_is_left_out),
     ("sm90.fwd", BY_NAME["block_mask_head_dim_256"], a_row_of_words_is_one_query),
     ("sm90.fwd", BLOCK_MASK, stripes_are_as_many_as_rows),
+    ("mma_sync.fwd", BY_NAME["mask_causal"], a_block_is_masked_if_the_one_above_is),
     ("sm90.bwd", BY_HEAD, rows_are_one_further),
     ("sm90.bwd", BLOCK_MASK, stripes_are_as_many_as_rows),
     ("sm100.bwd", BY_HEAD, words_are_one_further),
@@ -162,7 +174,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("module", ["sm90.fwd", "sm90.bwd", "sm100.bwd"])
+@pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("case", [BY_HEAD, WINDOW, HALVES, BLOCKS, BLOCK_MASK], ids=str)
 def test_kernels_without_a_fault_are_right(faultless, module, case):
     check(module, faultless[module], case)
@@ -173,10 +185,7 @@ def test_a_bit_of_a_long_list_stands_for_several_blocks(tmp_path, monkeypatch, m
     from jax_fa.kernels import dense_mask
 
     monkeypatch.setattr(dense_mask, "LIST_BLOCKS", 3)
-    key, choose = (
-        (BLACKWELL, choose_backward) if module.startswith("sm100") else (HOPPER, choose_forward)
-    )
-    built = build(tmp_path, module, key, choose(key))
+    built = build(tmp_path, module, *asked(module))
     for case in (BLOCKS, WINDOW):
         check(module, built, case)
 
@@ -191,11 +200,8 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, module, case, fault):
         for home in (dense_mask, dense_mask_columns):
             if hasattr(home, name):
                 monkeypatch.setattr(home, name, wrong)
-    key, choose = (
-        (BLACKWELL if module.startswith("sm100") else HOPPER),
-        (choose_backward if module.endswith("bwd") else choose_forward),
-    )
-    key = replace(key, head_dim=case.head_dim, value_dim=case.out_dim)
-    built = build(tmp_path, module, key, choose(key))
+    family, operation = module.split(".")
+    key = replace(KEYS[family], head_dim=case.head_dim, value_dim=case.out_dim)
+    built = build(tmp_path, module, key, CHOICES[operation](key))
     with pytest.raises(AssertionError, match="error"):
         check(module, built, case)
