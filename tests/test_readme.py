@@ -186,6 +186,12 @@ def test_mentioned_module_exists(module):
     assert importlib.util.find_spec(module) is not None
 
 
+def test_the_command_for_tests_finds_no_two_modules_of_one_name():
+    """pytest imports tests by their names alone; CI collects folders apart and would not see it."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 @pytest.mark.parametrize(
     "extras", sorted(set(re.findall(r"pip install \"\.\[([\w,]+)\]", EVERY_PAGE))), ids=str
 )
