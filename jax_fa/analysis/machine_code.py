@@ -357,11 +357,15 @@ MIN_SCORES = 16
 """Of a thread and block, in any of our kernels; less is some epilogue."""
 
 
-def _main_loop(code: Code, path: Iterable[int], rounded: int) -> MainLoop | None:
-    """An iteration that executes the instructions ``path``, if it is one of a softmax."""
-    counts = count(code.instructions[at] for at in path)
-    scores = 2 * counts["convert"] // rounded
-    return MainLoop(counts, scores) if min(counts["exp2"], scores) >= MIN_SCORES else None
+def _main_loops(code: Code, paths: Iterable[Iterable[int]], rounded: int) -> list[MainLoop]:
+    """Those of ``paths``, the instructions of an iteration each, that are of a softmax."""
+    found = []
+    for path in paths:
+        counts = count(code.instructions[at] for at in path)
+        scores = 2 * counts["convert"] // rounded
+        if min(counts["exp2"], scores) >= MIN_SCORES:
+            found.append(MainLoop(counts, scores))
+    return found
 
 
 def softmax_loops(code: Code, rounded: int) -> list[MainLoop]:
@@ -369,16 +373,13 @@ def softmax_loops(code: Code, rounded: int) -> list[MainLoop]:
 
     They are found by content: innermost among the loops in which exponentials are taken and values
     rounded in pairs, ``rounded`` values for each score (P, and in a backward dS). Masks and rare
-    paths make for several; where no iteration always does it, its paths do that are as short as
-    they can be.
+    paths make for several. Of a loop that does not do it in every iteration, its paths count.
     """
     candidates = []
     for loop in loops(code):
-        for body in [loop.every_time], loop.paths:
-            mains = [main for path in body if (main := _main_loop(code, path, rounded))]
-            if mains:
-                candidates += [(loop.body, main) for main in mains]
-                break
+        always = _main_loops(code, [loop.every_time], rounded)
+        mains = always or _main_loops(code, loop.paths, rounded)
+        candidates += [(loop.body, main) for main in mains]
     found = [main for body, main in candidates if not any(other < body for other, _ in candidates)]
     return sorted(found, key=lambda main: (main.counts["select"], main.counts["all"]))
 
