@@ -460,11 +460,9 @@ def _problem(call: Call) -> Problem:
     return Problem.of(operands, call.semantics)
 
 
-def choice_for(
-    call: Call, problem: Problem, platform: str, *, shares_tokens: bool = False
-) -> Choice:
+def choice_for(call: Call, problem: Problem, platform: str) -> Choice:
     """The implementation of ``problem``, which ``call`` asks on ``platform``, and why."""
-    reason = arguments.needs_reference(call, shares_tokens=shares_tokens)
+    reason = arguments.needs_reference(call)
     if reason is None:
         target = bindings.target(platform, call.implementation)
         return choose(problem, target, call.implementation)
@@ -475,7 +473,7 @@ def choice_for(
 def _run(call: Call) -> tuple[Array, Array]:
     reason = arguments.needs_reference(call)
     if strategies.splits_tokens(call):
-        out, lse = strategies.over_mesh(call.as_dense)
+        out, lse = strategies.over_mesh(call)
     elif call.implementation == "xla" or reason is not None:
         arguments.check_unfused(call, reason)
         out, lse = blockwise.forward(call.with_words, call.semantics, call.bias, call.mask)

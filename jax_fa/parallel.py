@@ -61,8 +61,8 @@ def attention(  # noqa: PLR0913 (as jax_fa.attention_varlen)
         key: [B, S, K, D] or [S, K, D], likewise. S may differ from T.
         value: [B, S, K, Dv] or [S, K, Dv].
         bias: as of ``jax_fa.attention``, with the rows of this device and all keys: broadcastable
-            to [B, N, T, S * devices]. All-gather alone serves it, as it does the mask.
-        mask: bool, likewise.
+            to [B, N, T, S * devices]. "auto" then gathers keys, so that its rows stay here.
+        mask: bool, likewise. Beside ``is_causal`` it is packed into bits that travel where rows do.
         context_axis: name of the mesh axis that splits the sequences, or names of several, major
             to minor.
         strategy: "all_gather" brings all keys to every device, those within reach where a window
@@ -240,9 +240,7 @@ def explain(  # noqa: PLR0913 (as attention)
         problems = strategies.problems_inside(call, how) or [
             Problem.of(call.operands, call.semantics)
         ]
-        choices = [
-            api.choice_for(call, problem, platform, shares_tokens=True) for problem in problems
-        ]
+        choices = [api.choice_for(call, problem, platform) for problem in problems]
         size = strategies.size_of(context_axis)
         sharing = (
             f"tokens over {context_axis!r} ({size} devices): {strategies.names_inside(call, how)}"

@@ -165,7 +165,7 @@ def test_a_layout_matters_where_positions_do():
         ),
         (
             NotImplementedError,
-            "layout='zigzag' does not serve this call: a dense mask",
+            "layout='zigzag' does not serve this call: a bias or a mask has rows",
             {"layout": "zigzag", "mask": np.ones((1, 1, 1, 32), bool)},
         ),
     ],

@@ -131,7 +131,9 @@ def test_a_broadcast_mask_is_not_expanded():
     q, k, v = problem(4, 64, 8, 16)
     case = BY_NAME["batch_and_heads"]
     given = data(case, "float32").operands
-    operands = masks.with_words(given, masks.packed(jnp.ones((1, 1, 1, case.kv_len), bool)))
+    operands = masks.mapped(
+        given._replace(mask_words=masks.packed(jnp.ones((1, 1, 1, case.kv_len), bool)))
+    )
     assert operands.mask_words.shape == (1, 1, 1, 3)
     asked = Problem.of(operands, case.semantics)
     assert asked.has_mask and asked.has_hiding_operands

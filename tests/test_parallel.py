@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import oracle
-from helpers.cases import Case, documents, make
+from helpers.cases import Bias, Case, Dense, documents, make
 from helpers.harness import wanted
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fa
 from jax_fa import mask_mods, parallel
+from jax_fa.runtime import masks
 
 STRATEGIES = ("all_gather", "all_to_all", "ring")
 HEADS = {"heads": 16, "kv_heads": 8, "head_dim": 8}
@@ -32,9 +33,8 @@ SPEC = {
     "key_value_seq_lengths": P("data"),
     "query_offset": P("data"),
     "sinks": P("model"),
-    "bias": P(None, None, "context"),
-    "mask": P(None, None, "context"),
 }
+PAIRWISE = ("bias", "mask", "block_mask")
 OUT_SPECS = (P("data", "context", "model"), P("data", "context", "model"))
 DIFFERENTIABLE = ("query", "key", "value", "sinks", "bias")
 
@@ -49,16 +49,25 @@ def arrays_and_options(case, dtype="float32"):
     """What a caller hands over that devices share, and what is the same for all."""
     operands = make(case, dtype).operands
     given = {"query": operands.q, "key": operands.k, "value": operands.v, **case.options(operands)}
-    arrays = {name: jnp.asarray(x) for name, x in given.items() if name in SPEC}
-    return arrays, {name: x for name, x in given.items() if name not in SPEC}
+    shared = (*SPEC, *PAIRWISE)
+    arrays = {name: jnp.asarray(x) for name, x in given.items() if name in shared}
+    return arrays, {name: x for name, x in given.items() if name not in shared}
+
+
+def pairwise(shape):
+    """Of a bias or a mask: it is split like the query, where it is not broadcast."""
+    sides = ("data", "model", "context", None)
+    return P(*(None if n == 1 else side for n, side in zip(shape, sides, strict=True)))
 
 
 def program(mesh, names, check_vma=True, attend=parallel.attention_with_lse, **options):
-    """``attend`` on whole arrays by name, split over the mesh."""
+    """``attend`` on whole arrays by name, split over the mesh; ``names`` may hold the arrays."""
     return jax.shard_map(
         lambda arrays: attend(**arrays, **options),
         mesh=mesh,
-        in_specs=({name: SPEC[name] for name in names},),
+        in_specs=(
+            {name: SPEC[name] if name in SPEC else pairwise(names[name].shape) for name in names},
+        ),
         out_specs=OUT_SPECS,
         check_vma=check_vma,
     )
@@ -78,8 +87,13 @@ def check(case, mesh, dtype="float32", check_vma=True, **how):
     attend = program(mesh, arrays, check_vma, **options, **how)
     cotangents = tuple(map(jnp.asarray, make(case, dtype).cotangents))
     (out, lse), grads = jax.jit(partial(results, attend))(arrays, cotangents)
-    got = oracle.Results(out, lse, grads["query"], grads["key"], grads["value"], grads.get("sinks"))
-    oracle.assert_close(got, wanted(case, dtype), dtype, f"{case}, {how}")
+    oracle.assert_close(named(out, lse, grads), wanted(case, dtype), dtype, f"{case}, {how}")
+
+
+def named(out, lse, grads):
+    """Results and gradients by name, as the oracle has them."""
+    moving = (grads.get(name) for name in DIFFERENTIABLE)
+    return oracle.Results(out, lse, *moving)
 
 
 def of_len(name, q_len=64, kv_len=None, **more):
@@ -246,8 +260,8 @@ def test_two_axes_are_two_levels_or_one(case, strategy):
     )
     cotangents = tuple(map(jnp.asarray, make(case, "float32").cotangents))
     (out, lse), grads = jax.jit(partial(results, attend))(arrays, cotangents)
-    got = oracle.Results(out, lse, grads["query"], grads["key"], grads["value"], grads.get("sinks"))
-    oracle.assert_close(got, wanted(case, "float32"), "float32", str(strategy))
+    want = wanted(case, "float32")
+    oracle.assert_close(named(out, lse, grads), want, "float32", str(strategy))
 
 
 @pytest.mark.parametrize(
@@ -290,8 +304,7 @@ def test_explicit_sharding_of_tokens_needs_no_other_call(case, shape):
         for name, x in grads.items():
             assert x.sharding.is_equivalent_to(placed[name].sharding, x.ndim)
     assert ("all-to-all" in collectives(program.as_text())) == (case is EVERYTHING)
-    got = oracle.Results(out, lse, grads["query"], grads["key"], grads["value"], grads.get("sinks"))
-    oracle.assert_close(got, wanted(case, "float32"), "float32", str(case))
+    oracle.assert_close(named(out, lse, grads), wanted(case, "float32"), "float32", str(case))
 
 
 def test_explicit_sharding_that_does_not_fit_is_refused():
@@ -372,9 +385,6 @@ def test_packed_sequences_may_lie_on_several_devices(case, strategy):
     oracle.assert_close(got, want, "float32", f"{case} {strategy}")
 
 
-# --------------------------------------------------------------- what runs unfused: all-gather only
-
-
 def drawn(seed=0, q_len=32, heads=4, kv_heads=2):
     rng = np.random.default_rng(seed)
     shapes = {"query": heads, "key": kv_heads, "value": kv_heads}
@@ -391,33 +401,83 @@ def assert_as_alone(attend, alone, arrays):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
-@pytest.mark.parametrize("rows", [32, 1])
-def test_bias_and_mask_are_split_like_the_query(rows, monkeypatch):
-    monkeypatch.setitem(SPEC, "bias", P(None, None, "context" if rows > 1 else None))
-    rng = np.random.default_rng(1)
-    arrays = {
-        **drawn(),
-        "bias": jnp.asarray(rng.standard_normal((1, 4, rows, 32)), jnp.float32),
-        "mask": jnp.asarray(rng.random((2, 1, 32, 32)) < 0.8),
-    }
-    how = {"is_causal": True}
-    attend = program(mesh_of(8), arrays, **how)
-    assert_as_alone(attend, lambda x: jax_fa.attention_with_lse(**x, **how), arrays)
+# --------------------------------------------------------------------------------- masks and biases
+
+MASKS = (
+    of_len("mask", dense=Dense("random"), has_sinks=True),
+    of_len("mask_per_head_and_causal", dense=Dense("window", "NTS"), is_causal=True),
+    of_len("mask_of_keys", kv_len=80, dense=Dense("random", "S"), window=(40, 9)),
+    of_len("mask_of_rows", dense=Dense("halves", "NT")),
+    of_len("mask_of_one_row_a_device", q_len=4, kv_len=64, dense=Dense("random", "NTS")),
+    of_len("mask_per_sequence", kv_len=48, dense=Dense("random", "BTS"), q_offset=(3, 1)),
+)
+BIASES = (
+    of_len("bias", bias=Bias()),
+    of_len("bias_and_causal", bias=Bias("distance", "BNTS"), is_causal=True),
+    of_len("bias_of_keys", kv_len=80, bias=Bias(dims="S"), is_causal=True, has_sinks=True),
+    of_len("bias_of_rows", bias=Bias(dims="BT"), window=(30, 5)),
+    of_len("bias_of_one_row_a_device", q_len=4, kv_len=64, bias=Bias(dims="TS")),
+    of_len("bias_of_heads", bias=Bias(dims="N"), dense=Dense("random", "TS")),
+)
+PAIRS = replace(EVERYTHING, name="pairs", bias=Bias("holes", "TS"), dense=Dense("random", "BNTS"))
 
 
-def test_mask_functions_count_from_the_first_key():
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", [*MASKS, *BIASES], ids=str)
+def test_masks_and_biases_are_split_like_the_query(case, strategy):
+    check(case, mesh_of(4, 2), strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shape", [(8,), (2, 2, 2)], ids=str)
+def test_masks_and_biases_with_everything_else(shape, strategy):
+    check(PAIRS, mesh_of(*shape), strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_bias_in_bfloat16(strategy):
+    case = of_len("bias_in_bfloat16", bias=Bias("random", "S"), is_causal=True)
+    check(case, mesh_of(4, 2), "bfloat16", strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_mask_functions_count_from_the_first_key(strategy):
     how = {"mask_mod": mask_mods.chunked(12), "is_causal": True}
     arrays = drawn(kv_heads=4)
-    attend = program(mesh_of(4), arrays, **how)
+    attend = program(mesh_of(4), arrays, strategy=strategy, **how)
     assert_as_alone(attend, lambda x: jax_fa.attention_with_lse(**x, **how), arrays)
 
 
-def test_block_masks_are_of_this_devices_rows(monkeypatch):
-    monkeypatch.setitem(SPEC, "block_mask", SPEC["mask"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_block_masks_are_of_this_devices_rows(strategy):
     blocks = [[True, False], [True, True]], [[False, True], [True, False]]
     arrays = {**drawn(q_len=256), "block_mask": jnp.asarray(blocks)[None].repeat(2, axis=1)}
-    attend = program(mesh_of(2), arrays)
+    attend = program(mesh_of(2), arrays, strategy=strategy)
     assert_as_alone(attend, lambda x: jax_fa.attention_with_lse(**x), arrays)
+
+
+@pytest.mark.parametrize("count", [5, 32, 96, 33])
+@pytest.mark.parametrize("varies", [True, False], ids=["keys", "broadcast"])
+def test_words_of_some_keys(varies, count):
+    mask = np.random.default_rng(count).random((2, 1, 3, 3 * count if varies else 1)) < 0.5
+    whole = np.broadcast_to(mask, (2, 1, 3, 3 * count))
+    words = masks.packed(jnp.asarray(mask))
+    for first in range(0, 3 * count, count):
+        got = jax.jit(partial(masks.of_keys, count=count, kv_len=3 * count))(words, first)
+        part = whole[..., first : first + count]
+        shown = np.broadcast_to(masks.unpacked(got, 3, count), part.shape)
+        np.testing.assert_array_equal(shown, part)
+        if got.shape[3] * 32 >= count:
+            np.testing.assert_array_equal(got, masks.packed(jnp.asarray(part)))
+
+
+def test_a_mask_that_devices_share_is_never_unpacked():
+    arrays = {**drawn(q_len=208), "mask": jnp.ones((1, 1, 208, 208), bool)}
+    for strategy in STRATEGIES:
+        attend = program(mesh_of(2), arrays, strategy=strategy)
+        text = jax.jit(attend).lower(arrays).as_text()
+        assert "jax_fa_fwd" in text
+        assert not re.search(r"tensor<\d+x\d+x104x(208|104)xf32>", text), strategy
 
 
 def test_a_traced_scale_and_the_unfused_path():
@@ -557,15 +617,15 @@ def test_programs_whose_devices_share_tokens_are_exported(kind):
         (ValueError, "one strategy for each axis", {"strategy": ("all_to_all", "ring")}),
         (
             NotImplementedError,
-            "strategy='ring' does not serve this call: a dense mask.*strategy='all_gather'",
-            {"strategy": "ring", "mask_mod": mask_mods.chunked(8)},
+            "layout='zigzag' does not serve this call: a bias or a mask has rows.*'contiguous'",
+            {"layout": "zigzag", "mask_mod": mask_mods.chunked(8)},
         ),
         (NotImplementedError, "serves jax_fa.attention alone", {"implementation": "cudnn"}),
         (TypeError, "unknown keyword 'colour'", {"colour": 1}),
         (
             NotImplementedError,
-            "strategy='ring' does not serve this call: a dense mask.*strategy='all_gather'",
-            {"strategy": "ring", "mask": np.ones((1, 1, 1, 32), bool)},
+            "layout='striped' does not serve this call: a bias or a mask has rows.*'contiguous'",
+            {"layout": "striped", "mask": np.ones((1, 1, 1, 32), bool)},
         ),
         (TypeError, r"mask should broadcast to .*\[2, 4, 4, 32\]", {"mask": np.ones((9, 9), bool)}),
     ],
@@ -606,8 +666,9 @@ def test_outside_shard_map_there_is_no_axis():
         parallel.attention(**drawn())
 
 
-def test_forward_mode_is_refused_with_what_would_work():
-    arrays = drawn()
-    attend = program(mesh_of(4), arrays, strategy="ring")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_mode_is_refused_with_what_would_work(strategy):
+    arrays = drawn(kv_heads=4)
+    attend = program(mesh_of(4), arrays, strategy=strategy)
     with pytest.raises(NotImplementedError, match="implementation='xla'"):
         jax.jvp(lambda q: attend({**arrays, "query": q})[0], (arrays["query"],), (arrays["query"],))

@@ -183,7 +183,7 @@ ANY = jnp.asarray(shuffled(2, 32), jnp.int32)
         ),
         (
             NotImplementedError,
-            "positions does not serve this call: a dense mask.*layout='contiguous'",
+            "positions does not serve this call: a bias or a mask has rows.*layout='contiguous'",
             {"mask": np.ones((1, 1, 1, 32), bool)},
         ),
         (ValueError, "layout='zigzag' and positions both say", {"layout": "zigzag"}),

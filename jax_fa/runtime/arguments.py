@@ -98,6 +98,11 @@ class Call(NamedTuple):
     @property
     def masked(self) -> Operands:
         """The operands with all masks and the bias among them, as kernels read them."""
+        return masks.mapped(self.unmapped)
+
+    @property
+    def unmapped(self) -> Operands:
+        """``masked`` without the map of the mask, which is made for what one kernel computes."""
         if not all(self.operands.q.shape[:3]) or not self.operands.k.shape[1]:
             return self.operands
         words, bias = self.words, self.bias
@@ -105,12 +110,7 @@ class Call(NamedTuple):
             words = _both_words(words, masks.packed(self.mask), self.operands)
         if bias is not None and bias.dtype != self.operands.q.dtype:
             bias = bias.astype(jnp.float32)
-        return masks.with_words(self.operands, words)._replace(bias=bias)
-
-    @property
-    def own_lengths(self) -> tuple[int, int]:
-        """T and S."""
-        return self.operands.q.shape[1], self.operands.k.shape[1]
+        return self.operands._replace(mask_words=words, bias=bias)
 
     @property
     def with_words(self) -> Operands:
@@ -118,12 +118,9 @@ class Call(NamedTuple):
         return self.operands._replace(mask_words=self.words)
 
     @property
-    def as_dense(self) -> Call:
-        """The call with what a function and blocks say as a boolean mask."""
-        if self.words is None:
-            return self
-        given = masks.unpacked(self.words, *self.own_lengths)
-        return self._replace(mask=_both(self.mask, given), words=None)
+    def is_pairwise(self) -> bool:
+        """Whether a bias or a mask speaks of single pairs of tokens."""
+        return any(x is not None for x in (self.bias, self.mask, self.words))
 
     def as_given(self, result: Array) -> Array:
         """A result with the leading dimensions that the caller's query had."""
@@ -211,22 +208,13 @@ def named(qkv: Given, options: Mapping[str, Any], share: Share = WHOLE) -> Call:
     return packed(qkv, packing, rest, share) if packing else dense(qkv, rest, share)
 
 
-def needs_reference(call: Call, *, shares_tokens: bool = False) -> str | None:
-    """Why no kernel of any platform can serve a call; None if one may.
-
-    ``shares_tokens`` says that devices share its sequences.
-    """
-    if call.bias is not None and shares_tokens:
-        return "a dense bias whose sequences devices share runs unfused"
+def needs_reference(call: Call) -> str | None:
+    """Why no kernel of any platform can serve a call; None if one may."""
     extents = (*call.operands.q.shape, *call.operands.k.shape)
     if call.bias is not None and not all(isinstance(n, int) for n in extents):
         return "a dense bias of open extents runs unfused"
-    if call.mask is not None and shares_tokens:
-        return "a dense mask whose sequences devices share runs unfused"
     if call.mask is not None and not all(isinstance(n, int) for n in call.operands.q.shape):
         return "a dense mask of open extents runs unfused"
-    if call.words is not None and shares_tokens:
-        return "a mask function, or a block mask, whose sequences devices share runs unfused"
     if call.words is not None and call.operands.is_packed:
         return "a mask function of packed sequences runs unfused"
     if checks.is_traced(call.semantics.scale):
@@ -312,10 +300,7 @@ def _with_function(call: Call, options: Options, share: Share) -> Call:
         at = mask_functions.places(operands, call.semantics, extents)
         return call._replace(mask=_both(call.mask, mask_functions.evaluated(function, at)))
     at = mask_functions.places(operands, call.semantics, extents, share.number * own[0])
-    words = mask_functions.words(function, at)
-    if share.shards == 1:
-        return call._replace(words=words)
-    return call._replace(mask=_both(call.mask, masks.unpacked(words, own[0], extents[1])))
+    return call._replace(words=mask_functions.words(function, at))
 
 
 def _with_blocks(call: Call, blocks: Array | None, share: Share) -> Call:
@@ -324,9 +309,13 @@ def _with_blocks(call: Call, blocks: Array | None, share: Share) -> Call:
         return call
     operands = call.operands
     q_len, kv_len = operands.q.shape[1], operands.k.shape[1] * share.shards
-    if share.shards > 1 or not all(isinstance(n, int) for n in operands.q.shape):
+    if not all(isinstance(n, int) for n in operands.q.shape):
         return call._replace(mask=_both(call.mask, masks.of_pairs(blocks, q_len, kv_len)))
     words = masks.by_blocks(blocks, kv_len)
+    if share.shards > 1:
+        words = masks.by_rows(words, q_len)
+        if q_len <= MASK_BLOCK:  # one row of blocks is this device's, not that of all
+            words = jnp.broadcast_to(words, (*words.shape[:2], q_len, words.shape[3]))
     return call._replace(words=_both_words(call.words, words, operands))
 
 

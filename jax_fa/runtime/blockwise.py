@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_fa.runtime import masks, reference
-from jax_fa.runtime.parts import Whole, meaning, per_token
+from jax_fa.runtime.parts import Whole, meaning, per_token, taken
 from jax_fa.spec.problem import Gradients, Operands, Semantics
 
 SCORE_BYTES = {"cpu": 4 * 2**20}
@@ -93,8 +93,8 @@ def _forward(
         own = _rows(operands, semantics, start, block["q"])
         own = own._replace(k=k.astype(operands.k.dtype), v=v.astype(operands.v.dtype))
         count = block["q"].shape[1]
-        own_mask = None if mask is None else _taken(mask, start, count, 2)
-        own_bias = None if bias is None else _taken(bias, start, count, 2)
+        own_mask = None if mask is None else taken(mask, start, count, 2)
+        own_bias = None if bias is None else taken(bias, start, count, 2)
         if "bias_tangent" in block:
             own_bias = _with_tangent(own_bias, block["bias_tangent"])
         return reference.forward(own, with_scale(meaning(semantics)), own_bias, own_mask)
@@ -196,18 +196,11 @@ def _rows(operands: Operands, semantics: Semantics, start: Any, q: Array) -> Ope
     """
     whole = Whole.of(operands, semantics, (operands.q.shape[1], operands.k.shape[1]))
     count = q.shape[1]
-    own = {name: _taken(x, start, count, 1) for name, x in per_token(operands, "T").items()}
+    own = {name: taken(x, start, count, 1) for name, x in per_token(operands, "T").items()}
     operands = masks.rows(operands, start, count)
     if operands.bias is not None:
-        operands = operands._replace(bias=_taken(operands.bias, start, count, 2))
+        operands = operands._replace(bias=taken(operands.bias, start, count, 2))
     return whole.part(operands._replace(**{**own, "q": q}), first_row=start)
-
-
-def _taken(x: Array, start: Any, count: int, axis: int) -> Array:
-    """``count`` rows of an array along ``axis``; all of it where that is broadcast."""
-    if x.shape[axis] == 1:
-        return x
-    return jax.lax.dynamic_slice_in_dim(x, start, count, axis)
 
 
 _Carry = TypeVar("_Carry")

@@ -29,10 +29,10 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_fa.runtime import blockwise, layouts, primitives, vjp
+from jax_fa.runtime import blockwise, layouts, masks, primitives, vjp
 from jax_fa.runtime.dispatch import Forced
 from jax_fa.runtime.layouts import Layout, Order
-from jax_fa.runtime.parts import Whole, meaning, per_token
+from jax_fa.runtime.parts import Whole, meaning, per_pair, per_token, taken
 from jax_fa.runtime.reference import wide
 from jax_fa.runtime.vjp import Result
 from jax_fa.spec import schema
@@ -94,7 +94,8 @@ class _Tokens(NamedTuple):
 
     Attributes:
         first: number of the first of them among all.
-        arrays: the operands that hold a row for each, by name.
+        arrays: the operands that hold a row for each, by name; with rows of the query those of mask
+            and bias, for all keys.
     """
 
     first: Any
@@ -108,15 +109,15 @@ def attention(operands: Operands, job: Job, saved: Result | None = None) -> Resu
     """(out, lse) of this device's rows, differentiable once in reverse mode through both.
 
     Args:
-        operands: what is per token (``parts.per_token``) of this device's tokens; all else of whole
-            sequences.
+        operands: what is per token (``parts.per_token``) of this device's tokens, mask and bias of
+            its rows and all keys, without a map; all else of whole sequences.
         job: how the devices go about it.
         saved: the results, if they are known: only their gradient is then left to compute.
     """
     operands = varying(operands, job.axis)
-    q, k, v = (vjp.reverse_only(x) for x in operands[:3])
-    sinks = None if operands.sinks is None else vjp.reverse_only(operands.sinks)
-    return _attention(operands._replace(q=q, k=k, v=v, sinks=sinks), saved, job)
+    moving = {x.name: getattr(operands, x.name) for x in schema.OPERANDS if x.is_differentiable}
+    known = {name: vjp.reverse_only(x) for name, x in moving.items() if x is not None}
+    return _attention(operands._replace(**known), saved, job)
 
 
 def unfused(operands: Operands, job: Job, bias: Array | None, mask: Array | None) -> Result:
@@ -124,14 +125,9 @@ def unfused(operands: Operands, job: Job, bias: Array | None, mask: Array | None
     operands = varying(operands, job.axis)
     whole = _whole(operands, job)
 
-    def gathered(name: str, x: Array) -> Array:
-        if not schema.BY_NAME[name].is_differentiable:
-            return _of_all(job, x)
-        # In the type of accumulation, in which gradients of a key are then summed over devices.
-        return _of_all(job, x.astype(wide(x.dtype))).astype(x.dtype)
-
     keys = per_token(operands, "S")
-    own = operands._replace(**{name: gathered(name, x) for name, x in keys.items()})
+    gathered = {name: primitives.summed_wide(partial(_of_all, job), x) for name, x in keys.items()}
+    own = operands._replace(**gathered)
     first_row = jax.lax.axis_index(job.axis) * operands.q.shape[1]
     part = whole.part(own, first_row, _first_seen(job, operands.k.shape[1]))
     return blockwise.forward(part, meaning(job.semantics), bias, mask)
@@ -159,60 +155,149 @@ def over_heads(
     operands = varying(operands, axis)
     size = jax.lax.axis_size(axis)
     rows, keys = orders or (Order("contiguous", size),) * 2
-    order_of = {"T": rows, "S": keys}
     operands = _divisible(operands, size)
-    own_heads = operands.k.shape[2] // size
-    most = max(min(HEAD_CHUNKS, own_heads // MIN_KV_HEADS), 1)
-    chunks = max(count for count in range(1, most + 1) if own_heads % count == 0)
-
-    def gathered(x: Array, order: Order) -> Array:
-        return order.in_order(jax.lax.all_gather(x, axis, axis=1, tiled=True))
-
-    def chunk(x: Array, index: int) -> Array:  # [B, T, N, D] -> [B, T, size * heads, D]
-        split = x.reshape(*x.shape[:2], size, chunks, -1, x.shape[3])[:, :, :, index]
-        return split.reshape(*x.shape[:2], -1, x.shape[3])
-
-    def own_heads_of(x: Array, index: int) -> Array:  # [M, N] -> [M, heads]
-        split = x.reshape(x.shape[0], size, chunks, -1)[:, :, index]
-        here = jax.lax.axis_index(axis)
-        return jax.lax.dynamic_index_in_dim(split, here, axis=1, keepdims=False)
-
-    def received(x: Array, order: Order, index: int) -> Array:
-        return order.in_order(jax.lax.all_to_all(chunk(x, index), axis, 2, 1, tiled=True))
-
-    whole, exchanged, split = {}, {}, {}
+    exchange = _Exchange(axis, size, _num_chunks(operands.k.shape[2] // size), operands.q.shape[1])
+    whole: dict[str, Array] = {}
+    tokens: dict[str, tuple[Array, Order]] = {}
+    pairs: dict[str, Array] = {}
+    split: dict[str, Array] = {}
     for name in operands.present:
         x, array = getattr(operands, name), schema.BY_NAME[name]
-        if array.side is not None and array.is_per_head:
-            exchanged[name] = x, order_of[array.side]
-        elif array.side is not None:
-            whole[name] = gathered(x, order_of[array.side])
+        order = {"T": rows, "S": keys, None: None}[array.side]
+        if array.is_per_pair and x.shape[1] > 1:
+            pairs[name] = x
+        elif array.is_per_pair:
+            whole[name] = exchange.all_rows(x)
+        elif order is None:
+            (split if array.is_per_head else whole)[name] = x
         elif array.is_per_head:
-            split[name] = x
+            tokens[name] = x, order
         else:
-            whole[name] = x
+            whole[name] = order.in_order(jax.lax.all_gather(x, axis, axis=1, tiled=True))
     results = []
-    for index in range(chunks):
-        heads = {name: received(x, order, index) for name, (x, order) in exchanged.items()}
-        heads |= {name: own_heads_of(x, index) for name, x in split.items()}
+    for index in range(exchange.chunks):
+        heads = {
+            name: exchange.all_tokens(x, order, index)
+            if schema.BY_NAME[name].side == "T"
+            else exchange.all_keys(x, order, index)
+            for name, (x, order) in tokens.items()
+        }
         known = None
         if saved is not None:
             out, lse = saved[0], saved[1][..., None]
-            known = received(out, rows, index), received(lse, rows, index)[..., 0]
+            lse = exchange.all_tokens(lse, rows, index)[..., 0]
+            known = exchange.all_tokens(out, rows, index), lse
+        # The next chunk sets out when this one has arrived: else XLA copies all of them first.
+        sent = {name: x for name, (x, _) in tokens.items()}
+        sent = _after(sent, heads)
+        tokens = {name: (x, tokens[name][1]) for name, x in sent.items()}
+        heads |= {name: exchange.own_heads(x, 1, index) for name, x in split.items()}
+        heads |= {name: exchange.rows_of_heads(x, index) for name, x in pairs.items()}
         out, lse = attend(Operands(**whole, **heads), known)
-        results.append(
-            [
-                jax.lax.all_to_all(rows.as_held(x), axis, 1, 2, tiled=True)
-                for x in (out, lse[..., None])
-            ]
-        )
+        results.append([exchange.own_tokens(x, rows) for x in (out, lse[..., None])])
+    out, lse = (exchange.joined(list(parts)) for parts in zip(*results, strict=True))
+    return out, lse[..., 0]
 
-    def joined(parts: list[Array]) -> Array:  # [B, T, size * heads, D] each -> [B, T, N, D]
-        split = [x.reshape(*x.shape[:2], size, -1, x.shape[3]) for x in parts]
-        return jnp.concatenate(split, axis=3).reshape(*parts[0].shape[:2], -1, parts[0].shape[3])
 
-    outs, lses = zip(*results, strict=True)
-    return joined(list(outs)), joined(list(lses))[..., 0]
+class _Exchange(NamedTuple):
+    """Heads for tokens: the devices along an axis, each of which gets its heads in chunks.
+
+    Where a dimension counts the devices, it is the first one when arrays are sent: then XLA moves
+    data once before an exchange, and once after it where results join.
+
+    Attributes:
+        axis: the axis.
+        size: devices along it.
+        chunks: parts of a device's heads.
+        num_rows: rows of the query that a device holds.
+    """
+
+    axis: Axis
+    size: int
+    chunks: int
+    num_rows: int
+
+    def _sent(self, x: Array) -> Array:
+        """[size, ...] by receiving device -> [size, ...] by sending device."""
+        return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+
+    def _chunk(self, x: Array, dim: int, index: int) -> Array:
+        """[..., N, ...] -> [..., size, heads, ...]: of dimension ``dim`` a chunk of each device."""
+        split = x.reshape(*x.shape[:dim], self.size, self.chunks, -1, *x.shape[dim + 1 :])
+        return jax.lax.index_in_dim(split, index, dim + 1, keepdims=False)
+
+    def own_heads(self, x: Array, dim: int, index: int) -> Array:
+        """[..., N, ...] -> [..., heads, ...]: a chunk of this device's."""
+        here = jax.lax.axis_index(self.axis)
+        split = self._chunk(x, dim, index)
+        return jax.lax.dynamic_index_in_dim(split, here, dim, keepdims=False)
+
+    def all_tokens(self, x: Array, order: Order, index: int) -> Array:
+        """[B, L, N, D] -> [B, size * L, heads, D]: a chunk of this device's heads, in order."""
+        came = self._sent(jnp.moveaxis(self._chunk(x, 2, index), 2, 0))  # [size, B, L, heads, D]
+        joined = jnp.moveaxis(came, 0, 1)
+        return order.in_order(joined.reshape(x.shape[0], -1, *came.shape[3:]))
+
+    def all_keys(self, x: Array, order: Order, index: int) -> Array:
+        """As ``all_tokens``, but on arrival there is something left to do before a kernel starts.
+
+        HAZARD: XLA does that while the exchange of the next chunk sets out. A kernel at once would
+        occupy all multiprocessors, and what comes late on one device waits for the end of the
+        kernel, while the other device's kernel lacks the multiprocessors that hold the exchange
+        (two H100s, T = 65536: 33 ms instead of 28).
+        """
+        sent = self._chunk(x, 2, index)
+        sent = sent.reshape(*x.shape[:2], -1, x.shape[3])
+        return order.in_order(jax.lax.all_to_all(sent, self.axis, 2, 1, tiled=True))
+
+    def own_tokens(self, x: Array, order: Order) -> Array:
+        """[B, size * L, heads, D] -> [B, L, size, heads, D]: inverse of ``all_tokens``."""
+        held = order.as_held(x)
+        split = held.reshape(x.shape[0], self.size, -1, *x.shape[2:])
+        return jnp.moveaxis(self._sent(jnp.moveaxis(split, 1, 0)), 0, 2)
+
+    def joined(self, parts: list[Array]) -> Array:
+        """The chunks that ``own_tokens`` gave -> [B, L, N, D]."""
+        stacked = jnp.stack(parts, axis=3)  # [B, L, size, chunks, heads, D]
+        return stacked.reshape(*stacked.shape[:2], -1, stacked.shape[5])
+
+    def _is_for_all_rows(self, x: Array) -> bool:
+        return x.shape[2] == 1 < self.num_rows
+
+    def all_rows(self, x: Array) -> Array:
+        """[.., .., L|1, S] of a mask or bias -> [.., .., size * L|1, S]."""
+        if self._is_for_all_rows(x):
+            return x
+
+        def gathered(x: Array) -> Array:
+            return jax.lax.all_gather(x, self.axis, axis=2, tiled=True)
+
+        return primitives.summed_wide(gathered, x)
+
+    def rows_of_heads(self, x: Array, index: int) -> Array:
+        """[B, N, L|1, S] of a mask or bias -> [B, heads, size * L|1, S]: a chunk of heads."""
+        if self._is_for_all_rows(x):
+            return self.own_heads(x, 1, index)
+        came = self._sent(jnp.moveaxis(self._chunk(x, 1, index), 1, 0))  # [size, B, heads, L, S]
+        joined = jnp.moveaxis(came, 0, 2)
+        return joined.reshape(*joined.shape[:2], -1, x.shape[3])
+
+
+def _num_chunks(own_heads: int) -> int:
+    """Chunks in which a device is sent its ``own_heads`` key/value heads, and theirs of a query."""
+    most = max(min(HEAD_CHUNKS, own_heads // MIN_KV_HEADS), 1)
+    return max(count for count in range(1, most + 1) if own_heads % count == 0)
+
+
+@jax.custom_jvp
+def _after(later: Any, sooner: Any) -> Any:
+    """``later``, which cannot be used before ``sooner`` is there; its gradient is not held up."""
+    return jax.lax.optimization_barrier((later, sooner))[0]
+
+
+@_after.defjvp
+def _after_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return _after(*primals), tangents[0]
 
 
 def _divisible(operands: Operands, size: int) -> Operands:
@@ -222,8 +307,7 @@ def _divisible(operands: Operands, size: int) -> Operands:
         return operands
 
     def repeated(x: Array) -> Array:
-        # In the type of accumulation, in which gradients of the copies are then summed.
-        return jnp.repeat(x.astype(wide(x.dtype)), copies, axis=2).astype(x.dtype)
+        return primitives.summed_wide(partial(jnp.repeat, repeats=copies, axis=2), x)
 
     per_key_head = [x for x in operands.present if "K" in schema.BY_NAME[x].dims.split()]
     return operands._replace(**{name: repeated(getattr(operands, name)) for name in per_key_head})
@@ -272,7 +356,7 @@ def _forward(operands: Operands, saved: Result | None, job: Job) -> tuple[Result
     for step, visiting in enumerate(_visits(job, seen)):
         for pair in _pairs(job, step, len(rows), len(visiting)):
             sinks = operands.sinks if pair.is_first else None
-            part = _part(whole, _pick(rows, pair.rows), _pick(visiting, pair.keys), sinks)
+            part = _part(job, whole, _pick(rows, pair.rows), _pick(visiting, pair.keys), sinks)
             new = primitives.forward(part, pair.semantics, job.implementation)
             for index in range(len(rows)):
                 results[index] = _merged(results[index], _given(pair.rows, index, new, _NOTHING))
@@ -296,18 +380,28 @@ def _backward(job: Job, residuals: _Residuals, cotangents: Result) -> tuple[Oper
         seen, dresults = jax.lax.optimization_barrier((seen, dresults))
     dq: list[Any] = [None] * len(rows)
     dkv: list[Any] = [None] * len(seen)
+    dbias: list[Any] = [None] * len(rows)
     dsinks = None
     for step, visiting in enumerate(_visits(job, seen)):
         # Summed apart from what travels with the keys, which may then arrive late.
         own: list[Any] = [None] * len(visiting)
         for pair in _pairs(job, step, len(rows), len(visiting)):
             sinks = all_sinks if pair.is_first else None
-            part = _part(whole, _pick(rows, pair.rows), _pick(visiting, pair.keys), sinks)
+            keys_here = _pick(visiting, pair.keys)
+            part = _part(job, whole, _pick(rows, pair.rows), keys_here, sinks)
             saved, cotangent = _pick(results, pair.rows), _pick(dresults, pair.rows)
-            grads = primitives.backward(part, pair.semantics, saved, cotangent, job.implementation)
+            arguments = part, pair.semantics, saved, cotangent, job.implementation
+            grads = primitives.backward(*arguments)
             dsinks = _sum(dsinks, grads.sinks)
             for index in range(len(rows)):
                 dq[index] = _sum(dq[index], _given(pair.rows, index, grads.q, 0))
+            if part.bias is not None:
+                new = primitives.bias_gradient(*arguments)
+                for index, chunk in enumerate(rows):
+                    own_rows = _given(pair.rows, index, new, 0)
+                    dbias[index] = _with_keys(
+                        dbias[index], own_rows, keys_here.first, chunk.arrays["bias"]
+                    )
             for index in range(len(visiting)):
                 own[index] = _sum(own[index], _given(pair.keys, index, (grads.k, grads.v), 0))
         dkv = [_sum(total, new) for total, new in zip(dkv, own, strict=True)]
@@ -323,7 +417,8 @@ def _backward(job: Job, residuals: _Residuals, cotangents: Result) -> tuple[Oper
         for x, dtype in zip(zip(*dkv, strict=True), dtypes[1:], strict=True)
     )
     grads = Gradients(_collected(job, rounded), dk, dv, dsinks)
-    return Operands(grads.q, grads.k, grads.v, sinks=grads.sinks), None
+    bias = None if dbias[0] is None else _collected_bias(job, dbias, rows[0].arrays["bias"])
+    return Operands(grads.q, grads.k, grads.v, sinks=grads.sinks, bias=bias), None
 
 
 _attention.defvjp(_forward, _backward)
@@ -401,9 +496,35 @@ def _given(which: Any, index: int, new: Any, otherwise: Any) -> Any:
     )
 
 
-def _part(whole: Whole, rows: _Tokens, keys: _Tokens, sinks: Array | None) -> Operands:
+def _part(job: Job, whole: Whole, rows: _Tokens, keys: _Tokens, sinks: Array | None) -> Operands:
+    count = keys.arrays["k"].shape[1]
     own = Operands(**rows.arrays, **keys.arrays, sinks=sinks)
-    return whole.part(own, rows.first, keys.first)
+    if job.strategy == "ring":
+        # All-gather has all keys here, if there are a mask or a bias.
+        kv_len = count * len(_firsts(job, 0, count)) * job.size
+        if own.mask_words is not None:
+            words = masks.of_keys(own.mask_words, keys.first, count, kv_len)
+            own = own._replace(mask_words=words)
+        if own.bias is not None:
+            own = own._replace(bias=taken(own.bias, keys.first, count, 3))
+    return masks.mapped(whole.part(own, rows.first, keys.first))
+
+
+def _with_keys(total: Array | None, new: Array | None, first: Any, bias: Array) -> Array | None:
+    """Adds the gradient of a bias from some keys, ``first`` and on, to that from others."""
+    if new is None or new.shape[3] == bias.shape[3]:
+        return _sum(total, new)
+    if total is None:
+        total = jnp.zeros((*new.shape[:3], bias.shape[3]), wide(new.dtype))
+        total, new = primitives.aligned([total, new])
+    before = taken(total, first, new.shape[3], 3)
+    return jax.lax.dynamic_update_slice_in_dim(total, _sum(before, new), first, 3)
+
+
+def _collected_bias(job: Job, chunks: list[Array], bias: Array) -> Array:
+    """The gradient of this device's rows of a bias, from those of chunks of them."""
+    whole = sum(chunks[1:], chunks[0]) if bias.shape[2] == 1 else _collected(job, chunks, axis=2)
+    return whole.astype(bias.dtype)
 
 
 def _merged(old: Result | None, new: Result | None) -> Result | None:
@@ -453,21 +574,20 @@ def _mirrored(job: Job, x: Array) -> Array:
     return _sent(job, x, [(i, last - i) for i in range(job.size)])
 
 
-def _dealt(job: Job, x: Array) -> list[Array]:
-    """This device's tokens -> those that it works on, in chunks."""
+def _dealt(job: Job, x: Array, axis: int = 1) -> list[Array]:
+    """This device's tokens, along ``axis`` -> those that it works on, in chunks."""
     if job.layout == "contiguous" and not job.is_balanced:
         return [x]
-    half = x.shape[1] // 2
-    last = x[:, half:]
-    return [x[:, :half], _mirrored(job, last) if job.is_balanced else last]
+    first, last = jnp.split(x, 2, axis)
+    return [first, _mirrored(job, last) if job.is_balanced else last]
 
 
-def _collected(job: Job, chunks: list[Array]) -> Array:
+def _collected(job: Job, chunks: list[Array], axis: int = 1) -> Array:
     """Inverse of ``_dealt``."""
     if len(chunks) == 1:
         return chunks[0]
     first, last = chunks
-    return jnp.concatenate([first, _mirrored(job, last) if job.is_balanced else last], axis=1)
+    return jnp.concatenate([first, _mirrored(job, last) if job.is_balanced else last], axis)
 
 
 def _firsts(job: Job, device: Any, count: int) -> list[Any]:
@@ -479,7 +599,12 @@ def _firsts(job: Job, device: Any, count: int) -> list[Any]:
 
 
 def _dealt_rows(operands: Operands, job: Job) -> list[_Tokens]:
-    return _dealt_tokens(job, per_token(operands, "T"), operands.q.shape[1])
+    rows = _dealt_tokens(job, per_token(operands, "T"), operands.q.shape[1])
+    for name, x in per_pair(operands).items():
+        chunks = [x] * len(rows) if x.shape[2] == 1 else _dealt(job, x, axis=2)
+        for chunk, part in zip(rows, chunks, strict=True):
+            chunk.arrays[name] = part
+    return rows
 
 
 def _dealt_keys(operands: Operands, job: Job) -> list[_Tokens]:

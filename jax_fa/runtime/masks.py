@@ -21,12 +21,13 @@ from jax_fa.spec.division import MAP_CELL, MASK_BLOCK, WORD_KEYS, map_stripes
 from jax_fa.spec.problem import Operands
 
 
-def with_words(operands: Operands, words: Array | None) -> Operands:
-    """The operands with a mask in words, and its map."""
+def mapped(operands: Operands) -> Operands:
+    """The operands with the map of their mask, if they have one."""
+    words = operands.mask_words
     if words is None:
         return operands
     q_len, kv_len = operands.q.shape[1], operands.k.shape[1]
-    return operands._replace(mask_words=words, mask_map=block_map(words, q_len, kv_len))
+    return operands._replace(mask_map=block_map(words, q_len, kv_len))
 
 
 def packed(mask: Array) -> Array:
@@ -79,7 +80,7 @@ def of_pairs(blocks: Array, q_len: Any, kv_len: Any) -> Array:
 def both(words: Array, other: Array, q_len: int) -> Array:
     """The words of what two masks show."""
     if q_len in (words.shape[2], other.shape[2]):
-        words, other = _by_rows(words, q_len), _by_rows(other, q_len)
+        words, other = by_rows(words, q_len), by_rows(other, q_len)
     return words & other
 
 
@@ -116,7 +117,7 @@ def block_map(words: Array, q_len: int, kv_len: int) -> Array:
 
 def unpacked(words: Array, q_len: int, kv_len: int) -> Array:
     """The boolean mask [B|1, N|1, T|1, S|1] of which ``words`` are made."""
-    words = _by_rows(words, q_len)
+    words = by_rows(words, q_len)
     bits = (words[..., None] >> _counted(words.ndim + 1, WORD_KEYS)) & 1
     pairs = bits.reshape(*words.shape[:-1], words.shape[-1] * WORD_KEYS) != 0
     return pairs[..., : kv_len if pairs.shape[-1] >= kv_len else 1]
@@ -145,19 +146,44 @@ def rows(operands: Operands, start: Array | int, count: int) -> Operands:
     if words.shape[2] == operands.q.shape[1]:
         words = jax.lax.dynamic_slice_in_dim(words, start, count, 2)
     elif words.shape[2] > 1:
-        blocks = (start + jnp.arange(count, dtype=jnp.int32)) // MASK_BLOCK
-        words = jnp.take(words, blocks, axis=2, mode="clip")
+        words = rows_of_blocks(words, start, count)
     return operands._replace(mask_words=words, mask_map=None)
 
 
-_ALL_KEYS = (1 << MAP_CELL) - 1
+def rows_of_blocks(words: Array, start: Array | int, count: int) -> Array:
+    """Words with a row for each of ``count`` queries from ``start`` on, of words of blocks."""
+    blocks = (start + jnp.arange(count, dtype=jnp.int32)) // MASK_BLOCK
+    return jnp.take(words, blocks, axis=2, mode="clip")
 
 
-def _by_rows(words: Array, q_len: int) -> Array:
+def by_rows(words: Array, q_len: int) -> Array:
     """Words with a row for each query, or one for all."""
     if words.shape[2] in (1, q_len):
         return words
     return jnp.repeat(words, MASK_BLOCK, axis=2)[:, :, :q_len]
+
+
+def of_keys(words: Array, first: Array | int, count: int, kv_len: int) -> Array:
+    """The words of ``count`` keys from key ``first`` on, of a mask of ``kv_len`` keys.
+
+    ``first`` is a multiple of ``count``.
+    """
+    if count == kv_len:
+        return words
+    width = ceil_div(count, WORD_KEYS)
+    if words.shape[3] * WORD_KEYS >= kv_len:  # otherwise one word speaks of all keys
+        word, shift = jnp.divmod(jnp.asarray(first, jnp.int32), WORD_KEYS)
+        following = jnp.pad(words[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+        words = jax.lax.dynamic_slice_in_dim(words, word, width, 3)
+        if count % WORD_KEYS:
+            following = jax.lax.dynamic_slice_in_dim(following, word, width, 3)
+            carried = jnp.left_shift(following, WORD_KEYS - shift)
+            words = jax.lax.shift_right_logical(words, jnp.broadcast_to(shift, words.shape))
+            words |= jnp.where(shift > 0, carried, 0)
+    return words & ~_beyond(words.shape[3], count)
+
+
+_ALL_KEYS = (1 << MAP_CELL) - 1
 
 
 def _beyond(width: int, kv_len: int) -> np.ndarray:

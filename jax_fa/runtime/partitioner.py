@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax._src import xla_bridge  # hazard stated at register
@@ -21,9 +22,11 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jaxlib import xla_client
 
-from jax_fa.runtime import arguments, bindings, sharding, strategies
+from jax_fa.runtime import arguments, bindings, masks, sharding, strategies
 from jax_fa.runtime.partitioning import Call
 from jax_fa.runtime.sharding import Names
+from jax_fa.runtime.vjp import Result
+from jax_fa.spec.arch import Operation
 from jax_fa.spec.problem import Operands
 
 
@@ -221,13 +224,14 @@ def _one_device(call: Call, mesh: _Mesh, *arrays: Array) -> list[Array]:
     else:
         count = len(call.present)
         operands = Operands(**dict(zip(call.present, arrays, strict=False)))
-        part = arguments.Call(operands, call.semantics, None)
+        part = _own_part(call, operands, mesh)
         if call.operation == "fwd":
             results = strategies.run(part, strategies.How(mesh.context))
         else:
-            out, lse, dout, dlse = arrays[count:]
-            grads = strategies.gradients(part, mesh.context, (out, lse), (dout, dlse))
-            results = tuple(x for x in grads if x is not None)
+            saved, cotangents = _about_rows(call.operation, part, arrays[count:])
+            grads = strategies.gradients(part, mesh.context, saved, cotangents)
+            by_name = {f"d{name}": x for name, x in grads._asdict().items()}
+            results = tuple(by_name[name] for name in call.names.results)
     names = call.names
     over = dict.fromkeys(sharding.PER_KV_HEAD, mesh.groups)
     over["dbias"] = tuple(name for axis in names.summed for name in mesh.axes[axis])
@@ -235,6 +239,26 @@ def _one_device(call: Call, mesh: _Mesh, *arrays: Array) -> list[Array]:
         jax.lax.psum(x.astype(np.float32), over[name]).astype(x.dtype) if over.get(name) else x
         for name, x in zip(names.results, results, strict=True)
     ]
+
+
+def _own_part(call: Call, operands: Operands, mesh: _Mesh) -> arguments.Call:
+    """The call of this device's tokens, which has all rows of a mask of blocks."""
+    words, count = operands.mask_words, operands.q.shape[1]
+    if words is not None and words.shape[2] > 1 and "Tm" not in (call.by_token or ()):
+        words = masks.rows_of_blocks(words, jax.lax.axis_index(mesh.context) * count, count)
+    own = operands._replace(mask_words=None, mask_map=None, bias=None)
+    return arguments.Call(own, call.semantics, None, bias=operands.bias, words=words)
+
+
+def _about_rows(
+    operation: Operation, part: arguments.Call, arrays: Sequence[Array]
+) -> tuple[Result, Result]:
+    """(out, lse), (dout, dlse) of a gradient's call; ``arrays`` are what it has for its rows."""
+    if operation == "bwd":
+        out, lse, dout, dlse = arrays
+        return (out, lse), (dout, dlse)
+    lse, dout, delta = arrays  # delta = rowsum(dout * out) - dlse
+    return (jnp.zeros_like(dout), lse), (dout, -delta)
 
 
 def _module(call: Call, mesh: _Mesh, arrays: Sequence[jax.ShapeDtypeStruct]) -> Any:

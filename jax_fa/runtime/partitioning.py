@@ -43,6 +43,8 @@ class Call(NamedTuple):
         may_share: whether devices may share a key/value head, a sequence or the gradient of a
             bias: they then exchange keys, or sum gradients.
         broadcast: letters of a mask's and a bias's dimensions that are 1.
+        by_token: letters of their rows where each query has its own; None in older programs, whose
+            tokens do not split beside a mask or a bias.
         kernel: which one, if it was chosen for these very shapes. Text has none: the part of a
             device may be served by another.
     """
@@ -53,6 +55,7 @@ class Call(NamedTuple):
     semantics: Semantics
     may_share: bool = True
     broadcast: tuple[str, ...] = ()
+    by_token: tuple[str, ...] | None = None
     kernel: Kernel | None = None
 
     @classmethod
@@ -68,19 +71,24 @@ class Call(NamedTuple):
         problem = Problem.of(operands, semantics)
         extents = schema.extents(problem)
         broadcast = tuple(letter for letter in sharding.BROADCAST if extents[letter] == 1)
-        present = operands.present
-        return cls(operation, platform, present, semantics, broadcast=broadcast, kernel=kernel)
+        by_token = tuple(x for x in sharding.BY_TOKEN if extents[x] == extents["T"])
+        return cls(
+            *(operation, platform, operands.present, semantics),
+            broadcast=broadcast,
+            by_token=by_token,
+            kernel=kernel,
+        )
 
     @property
     def names(self) -> Names:
         """Operands and results in call order."""
         results = tuple(x.name for x in schema.OPERATIONS[self.operation].results)
         if self.operation == "fwd":
-            return Names(self.present, results, self.broadcast)
+            return Names(self.present, results, self.broadcast, self.by_token)
         saved = tuple(x.name for x in (schema.SAVED if self.operation == "bwd" else schema.ROWS))
         absent = () if "sinks" in self.present else ("dsinks",)
         written = tuple(x for x in results if x not in absent)
-        return Names((*self.present, *saved), written, self.broadcast)
+        return Names((*self.present, *saved), written, self.broadcast, self.by_token)
 
     def text(self) -> str:
         """The call in words that any later version reads: fields are only ever added."""
@@ -96,6 +104,8 @@ class Call(NamedTuple):
         band = Band(**semantics.pop("band"))
         for name in ("present", "broadcast"):
             fields[name] = tuple(fields.get(name, ()))
+        if fields.get("by_token") is not None:
+            fields["by_token"] = tuple(fields["by_token"])
         return cls(**fields, semantics=Semantics(**semantics, band=band))
 
     def compute(self, *arrays: Array) -> tuple[Array, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -89,6 +90,19 @@ class Whole(NamedTuple):
 def per_token(operands: Operands, side: Literal["T", "S"]) -> dict[str, Array]:
     """The operands that have a row for each query (T) or key (S), in dimension 1, by name."""
     return {x: getattr(operands, x) for x in operands.present if schema.BY_NAME[x].side == side}
+
+
+def per_pair(operands: Operands) -> dict[str, Array]:
+    """The operands that speak of pairs, rows in dimension 2 and keys in 3, by name; no map."""
+    names = (x for x in operands.present if schema.BY_NAME[x].is_per_pair and x != "mask_map")
+    return {x: getattr(operands, x) for x in names}
+
+
+def taken(x: Array, start: Any, count: int, axis: int) -> Array:
+    """``count`` entries of an array along ``axis``; all of it where that is broadcast."""
+    if x.shape[axis] == 1:
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, start, count, axis)
 
 
 def meaning(semantics: Semantics) -> Semantics:

@@ -7,7 +7,7 @@ As a primitive, one traced program takes the right path on every platform that i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -113,10 +113,24 @@ def aligned(arrays: list[Array]) -> list[Array]:
     """
     varying = [varying_axes(array) for array in arrays]
     union = frozenset().union(*varying)
-    return [
-        jax.lax.pcast(array, tuple(union - axes), to="varying") if union - axes else array
-        for array, axes in zip(arrays, varying, strict=True)
-    ]
+
+    def shared(array: Array, axes: frozenset[Any]) -> Array:
+        more = tuple(union - axes)
+        if not more:
+            return array
+        return summed_wide(lambda x: jax.lax.pcast(x, more, to="varying"), array)
+
+    return [shared(array, axes) for array, axes in zip(arrays, varying, strict=True)]
+
+
+def summed_wide(copied: Callable[[Array], Array], array: Array) -> Array:
+    """``copied(array)``, which holds entries several times or on several devices.
+
+    Their gradients are summed in the type of accumulation.
+    """
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return copied(array)
+    return copied(array.astype(wide(array.dtype))).astype(array.dtype)
 
 
 def varying_axes(array: Array) -> frozenset[Any]:
@@ -319,9 +333,6 @@ def _fold_operands(stacked: Operands, fold: _Fold) -> Operands:
     return Operands(**folded)
 
 
-_PAIRWISE = ("mask_words", "mask_map", "bias")
-
-
 def _fold_pairwise(array: Array, dim: int | None, like: Array, fold: _Fold) -> Array:
     """A mask's or a bias's array for the larger problem, of stacked queries ``like`` [V, B, ...].
 
@@ -355,10 +366,11 @@ class _Folded(NamedTuple):
 
 def _folded(arrays: Sequence[Array], dims: Sequence[int | None], names: tuple[str, ...]) -> _Folded:
     size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
-    pairwise = {x: (arrays[i], dims[i]) for i, x in enumerate(names) if x in _PAIRWISE}
-    kept = [i for i in range(len(arrays)) if i >= len(names) or names[i] not in _PAIRWISE]
+    per_pair = {x for x in names if schema.BY_NAME[x].is_per_pair}
+    pairwise = {x: (arrays[i], dims[i]) for i, x in enumerate(names) if x in per_pair}
+    kept = [i for i in range(len(arrays)) if i >= len(names) or names[i] not in per_pair]
     arrays, dims = [arrays[i] for i in kept], [dims[i] for i in kept]
-    names = tuple(x for x in names if x not in _PAIRWISE)
+    names = tuple(x for x in names if x not in per_pair)
     stacked = [_to_front(a, d, size) for a, d in zip(arrays, dims, strict=True)]
     is_packed = "cu_seqlens_q" in names
     operands, rest = _split(names, _sharded_alike(stacked, is_packed))

@@ -25,12 +25,16 @@ _FACTORS = {
     **{"Bm": "b", "Nm": "kg", "Tm": "u", "Wm": "w", "2": "z", "Tc": "x", "Wc": "y"},
     **{"Ba": "b", "Na": "kg", "Ta": "j", "Sa": "l"},
 }
-"""Dimension names by letters of ``schema.py``. Tokens of a mask and of a bias do not shard."""
+"""Dimension names by letters of ``schema.py``. A mask and a bias have all keys on every device, and
+where each query has a row of its own (``Names.by_token``) its rows alone."""
+
+BY_TOKEN = ("Tm", "Ta")
+"""Rows of a mask or bias: those of the query, or fewer."""
 
 BROADCAST = {"Bm": "p", "Nm": "r", "Ba": "p", "Na": "r"}
 """Of a mask or bias that is the same for all sequences, or heads."""
 
-_SUMMED = {"Ba": (0,), "Na": (1, 2)}
+_SUMMED = {"Ba": (0,), "Na": (1, 2), "Ta": (3,)}
 """Dimensions of ``parts_of`` along which a bias's gradient is summed if the bias is the same."""
 
 PER_KV_HEAD = tuple(x.name for x in schema.GRADIENTS if "K" in x.dims.split())
@@ -40,12 +44,14 @@ PER_KV_HEAD = tuple(x.name for x in schema.GRADIENTS if "K" in x.dims.split())
 class Names(NamedTuple):
     """The arrays of one call, by name, in call order.
 
-    ``broadcast`` has the letters of a mask's and a bias's dimensions that are 1.
+    ``broadcast`` has the letters of a mask's and a bias's dimensions that are 1, ``by_token`` those
+    of their rows where each query has its own; it is None if tokens do not split beside them.
     """
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
     broadcast: tuple[str, ...] = ()
+    by_token: tuple[str, ...] | None = ()
 
     @property
     def is_packed(self) -> bool:
@@ -55,18 +61,21 @@ class Names(NamedTuple):
     @property
     def splits_tokens(self) -> bool:
         """True if devices may hold parts of a sequence."""
-        return {"mask_words", "bias"}.isdisjoint(self.operands)
+        return self.by_token is not None or {"mask_words", "bias"}.isdisjoint(self.operands)
 
     @property
     def summed(self) -> tuple[int, ...]:
         """Dimensions of ``parts_of`` along which the gradient of a bias is summed."""
-        letters = self.broadcast if "dbias" in self.results else ()
-        return tuple(axis for letter in letters for axis in _SUMMED.get(letter, ()))
+        if "dbias" not in self.results:
+            return ()
+        shared = {*self.broadcast, *BY_TOKEN}.difference(self.by_token or ())
+        return tuple(axis for letter, axes in _SUMMED.items() if letter in shared for axis in axes)
 
     def dimensions(self, name: str) -> list[str]:
         """Dimension names of one array."""
         letters = schema.BY_NAME[name].dims.split()
-        factors = {**_FACTORS, **{x: BROADCAST[x] for x in self.broadcast}}
+        factors = _FACTORS | {x: BROADCAST[x] for x in self.broadcast}
+        factors |= dict.fromkeys(self.by_token or (), "t")
         return ["m" if x == "M" and self.is_packed else factors[x] for x in letters]
 
     def extents(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_fa.runtime import arguments, checks, context, layouts, primitives, vjp
+from jax_fa.runtime import arguments, checks, context, layouts, masks, primitives, vjp
 from jax_fa.runtime.arguments import Call
 from jax_fa.runtime.context import Axis, Job, Reach
 from jax_fa.runtime.layouts import Layout, Order
@@ -85,15 +85,16 @@ def over_mesh(call: Call) -> Result:
 
     arrays = {name: getattr(call.operands, name) for name in call.operands.present}
     specs = {name: spec_of(name) for name in arrays}
-    for name, x in (("bias", call.bias), ("mask", call.mask)):
-        if x is not None:
-            arrays[name], specs[name] = x, pairwise(x)
+    words = None if call.words is None else masks.by_rows(call.words, call.operands.q.shape[1])
+    pairs = {"bias": call.bias, "mask": call.mask, "words": words}
+    pairs = {name: x for name, x in pairs.items() if x is not None}
+    arrays |= pairs
+    specs |= {name: pairwise(x) for name, x in pairs.items()}
 
     def one_device(arrays: dict[str, Array]) -> Result:
-        own = dict(arrays)
-        bias, mask = own.pop("bias", None), own.pop("mask", None)
-        part = call._replace(operands=Operands(**own), bias=bias, mask=mask)
-        return run(part, How(axis))
+        own = {name: x for name, x in arrays.items() if name not in pairs}
+        part: dict[str, Any] = {name: arrays[name] for name in pairs}
+        return run(call._replace(operands=Operands(**own), **part), How(axis))
 
     explicit = {
         name
@@ -118,15 +119,17 @@ def _extent(mesh: Any, axis: Any) -> int:
 def gradients(call: Call, axis: Axis, saved: Result, cotangents: Result) -> Gradients:
     """Gradients of ``run`` with strategy "auto", given its results; sinks' summed over the axis."""
     names = [name for name in ("q", "k", "v", "sinks") if name in call.operands.present]
+    moving = {name: getattr(call.operands, name) for name in names}
 
-    def known(moving: dict[str, Array]) -> Result:
-        return run(call._replace(operands=call.operands._replace(**moving)), How(axis), saved)
+    def known(moving: dict[str, Array], bias: Array | None) -> Result:
+        operands = call.operands._replace(**moving)
+        return run(call._replace(operands=operands, bias=bias), How(axis), saved)
 
-    _, pullback = jax.vjp(known, {name: getattr(call.operands, name) for name in names})
-    (grads,) = pullback(cotangents)
+    _, pullback = jax.vjp(known, moving, call.bias)
+    grads, bias = pullback(cotangents)
     if "sinks" in grads:
         grads["sinks"] = jax.lax.psum(grads["sinks"], axis)
-    return Gradients(**{"sinks": None, **grads})
+    return Gradients(**{"sinks": None, **grads}, bias=bias)
 
 
 class How(NamedTuple):
@@ -157,13 +160,13 @@ def run(call: Call, how: How, saved: Result | None = None) -> Result:
         ValueError: every device has the same keys, which would count once for each.
     """
     _check_split(call.operands, how.axis)
-    reason = arguments.needs_reference(call, shares_tokens=True)
+    reason = arguments.needs_reference(call)
     how = _as_far_as_order_matters(call, how._replace(positions=_positions(call, how)), reason)
     levels = _levels(call, how, reason)
     _check_layout(call, how.layout, levels)
     layout: Layout = how.layout
     *outer, last = levels
-    operands, implementation = call.operands, call.implementation
+    operands, implementation = call.unmapped, call.implementation
     name = "jax_fa_" + "_of_".join(level.strategy for level in levels)
     with jax.named_scope(name if how.positions is None else f"{name}_by_position"):
         if last.strategy == "all_to_all":
@@ -172,7 +175,8 @@ def run(call: Call, how: How, saved: Result | None = None) -> Result:
 
             def attend(heads: Operands, saved: Result | None) -> Result:
                 if job is None:
-                    return vjp.attention(heads, call.semantics, implementation, saved)
+                    mapped = masks.mapped(heads)
+                    return vjp.attention(mapped, call.semantics, implementation, saved)
                 return context.attention(heads, job, saved)
 
             orders = _orders(how, last.axis)
@@ -183,7 +187,7 @@ def run(call: Call, how: How, saved: Result | None = None) -> Result:
         if reason is None and not (implementation == "xla" and last.strategy == "all_gather"):
             return context.attention(operands, job, saved)
         arguments.check_unfused(call, reason)
-        return context.unfused(operands, job, call.bias, call.mask)
+        return context.unfused(call.with_words, job, call.bias, call.mask)
 
 
 def _check_split(operands: Operands, axis: Axis) -> None:
@@ -282,6 +286,8 @@ def _as_far_as_order_matters(call: Call, how: How, reason: str | None) -> How:
     operands, band = call.operands, call.semantics.band
     has_lengths = operands.q_lengths is not None or operands.kv_lengths is not None
     counts_tokens = not band.is_full or has_lengths or operands.is_packed
+    if reason is None and call.is_pairwise:
+        reason = "a bias or a mask has rows and keys in the order of the sequence"
     if not (reason or counts_tokens):
         return how._replace(layout="contiguous", positions=None)
     if reason is not None and (how.positions is not None or how.layout != "contiguous"):
@@ -344,7 +350,7 @@ def names_of(call: Call, axis: Axis, mesh: Sequence[tuple[Any, int]]) -> str:
 
 def names_inside(call: Call, how: How) -> str:
     """The strategies that ``run`` takes, in words: the outermost exchange first."""
-    reason = arguments.needs_reference(call, shares_tokens=True)
+    reason = arguments.needs_reference(call)
     how = _as_far_as_order_matters(call, how._replace(positions=_positions(call, how)), reason)
     return " of ".join(level.strategy for level in _levels(call, how, reason))
 
@@ -393,7 +399,7 @@ def _automatic(call: Call, how: How, reason: str | None) -> tuple[Level, ...]:
         return (Level("all_to_all", axis),)
     gather = (Level("all_gather", axis),)
     is_near = how.layout == "contiguous" and _reach(call, size_of(axis), 1) is not None
-    if reason is not None or is_near:
+    if reason is not None or is_near or call.is_pairwise:
         return gather
     num_kv_heads = call.operands.k.shape[2]
     if num_kv_heads % size_of(axis) == 0:
@@ -444,7 +450,8 @@ def _check_level_by_position(call: Call, level: Level) -> None:
 def _job(call: Call, level: Level, layout: Layout = "contiguous", shards: int = 1) -> Job:
     """How devices along the axis of ``level`` meet, each of which holds ``shards`` times T and S.
 
-    A causal mask is balanced where it hides much, and chunks are of equal size.
+    A causal mask is balanced where it hides much, and chunks are of equal size. Rows of a bias
+    would have to travel, too, which takes longer than their products.
     """
     size, band = size_of(level.axis), call.semantics.band
     is_gather = level.strategy == "all_gather" and layout == "contiguous"
@@ -455,6 +462,7 @@ def _job(call: Call, level: Level, layout: Layout = "contiguous", shards: int = 
         size > 1
         and layout == "contiguous"
         and reach is None
+        and (call.bias is None or call.bias.shape[2] == 1)
         and band.right_bound < kv_len
         and band.left_bound >= size * kv_len // 2
         and all(count % 2 == 0 for count in counts)
@@ -491,8 +499,7 @@ def _reach(call: Call, size: int, shards: int) -> Reach | None:
     operands, band = call.operands, call.semantics.band
     own = operands.k.shape[1] * shards
     sides = [band.left_bound, band.right_bound]
-    is_known = _starts_at_key_0(call) and call.bias is None and call.mask is None
-    if not is_known or UNBOUNDED in sides:
+    if not _starts_at_key_0(call) or call.is_pairwise or UNBOUNDED in sides:
         return None
     reach = Reach(*(max(side, 0) for side in sides))
     return reach if sum(reach) + own < size * own else None

@@ -75,6 +75,11 @@ class Array(NamedTuple):
         return self.side is not None
 
     @property
+    def is_per_pair(self) -> bool:
+        """Has an entry for each pair of a query and a key, or for several of them."""
+        return self.dims.split()[0] in ("Bm", "Ba")
+
+    @property
     def is_per_head(self) -> bool:
         """Has an entry for each query head or key/value head."""
         return not {"N", "K"}.isdisjoint(self.dims.split())

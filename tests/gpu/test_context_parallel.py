@@ -55,7 +55,8 @@ def step(attend, *arrays):
 def assert_as_alone(attend, alone, *arrays):
     got = jax.jit(partial(step, attend))(*arrays)
     want = jax.jit(partial(step, alone))(*jax.device_put(arrays, GPUS[0]))
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+    names = ("out", "lse", "dq", "dk", "dv", "dbias")[: len(arrays) + 2]
+    for name, a, b in zip(names, got, want, strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         assert (np.isneginf(a) == np.isneginf(b)).all(), name
         a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
@@ -94,6 +95,27 @@ def test_segments_that_gpus_share(strategy):
     mapped: Any = jax.shard_map(attend, mesh=MESH, in_specs=(SPEC,) * 4, out_specs=(SPEC, SPEC))
     alone = partial(jax_fa.attention_with_lse, **options(SEGMENTS))
     assert_as_alone(lambda *qkv: mapped(*qkv, SEGMENTS), alone, *draw())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["mask", "mask_and_bias"])
+def test_masks_and_biases_that_gpus_share(has_bias, strategy):
+    rng = np.random.default_rng(1)
+    mask = jnp.asarray(rng.random((1, 1, LENGTH, LENGTH)) < 0.7)
+    bias = jnp.asarray(rng.standard_normal((1, HEADS["query"], LENGTH, LENGTH)), jnp.bfloat16)
+    rows = jax.P(None, None, "context")
+
+    def attend(q, k, v, mask, *bias):
+        how = {"is_causal": True, "strategy": strategy}
+        return jax_fa.parallel.attention_with_lse(q, k, v, *bias, mask=mask, **how)
+
+    def alone(q, k, v, *bias):
+        return jax_fa.attention_with_lse(q, k, v, *bias, mask=mask, is_causal=True)
+
+    given = (bias,) if has_bias else ()
+    specs = (SPEC, SPEC, SPEC, rows, *[rows] * len(given))
+    mapped: Any = jax.shard_map(attend, mesh=MESH, in_specs=specs, out_specs=(SPEC, SPEC))
+    assert_as_alone(lambda q, k, v, *bias: mapped(q, k, v, mask, *bias), alone, *draw(), *given)
 
 
 def test_exchanged_heads_give_the_bits_of_one_gpu():
