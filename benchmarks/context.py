@@ -36,7 +36,8 @@ from jax_fa.runtime.strategies import Strategy
 ALONE = "one device"
 STRATEGIES = ("all_gather", "all_to_all", "ring")
 _AXIS = "context"
-_PROTOCOL = Protocol(warmup=2, rounds=6, calls=2, seconds=60.0)
+# Several calls a sample, so that it holds the time of the devices, not that of a call's start.
+_PROTOCOL = Protocol(warmup=2, rounds=8, calls=4, seconds=60.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,14 @@ def _work(attend: Callable[..., jax.Array], direction: Direction) -> Callable[..
     return both
 
 
-def _compiled(
+def arrays_of(workload: Workload) -> list[jax.Array]:
+    """Query, key and value, random."""
+    shapes = [workload.shapes()[name] for name in "qkv"]
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
+
+
+def compiled(
     candidate: str, arrays: Sequence[jax.Array], direction: Direction
 ) -> tuple[Any, list[jax.Array]]:
     """The program of a candidate, and its operands where it wants them."""
@@ -95,10 +103,8 @@ def measure(
     workload: Workload, direction: Direction, strategies: Sequence[str], protocol: Protocol
 ) -> list[Row]:
     """One device and the strategies, in turns."""
-    shapes = [workload.shapes()[name] for name in "qkv"]
-    keys = jax.random.split(jax.random.key(0), 3)
-    arrays = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
-    programs = {name: _compiled(name, arrays, direction) for name in (ALONE, *strategies)}
+    arrays = arrays_of(workload)
+    programs = {name: compiled(name, arrays, direction) for name in (ALONE, *strategies)}
     runners = {name: partial(run, *placed) for name, (run, placed) in programs.items()}
     taken = interleaved(runners, protocol)
     return [

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import (
     context,
     cpu,
+    exchanges,
     implementations,
     kernel_times,
     launch,
@@ -54,6 +55,25 @@ def test_start_up_and_calls_are_timed(capsys):
         "attention",
         "gradient",
     ]
+
+
+def test_exchanges_beside_kernels_are_counted(tmp_path):
+    event = exchanges.Event
+    events = [
+        event(0, "copy", 0, 10),
+        event(0, "exchange", 5, 30),
+        event(0, "attention", 20, 60),
+        event(0, "exchange", 50, 70),
+        event(0, "exchange", 65, 80),
+        event(0, "attention", 75, 100),
+        event(1, "attention", 0, 40),
+    ]
+    assert exchanges.summary(events, 0) == exchanges.Summary(100, 35, 55, 10 + 10 + 5)
+    assert exchanges.summary(events, 1) == exchanges.Summary(40, 0, 0, 0)
+    names = ("ncclDevKernel_SendRecv", "MemcpyP2P", "kernel_cutlass_kernel", "loop_fusion")
+    assert list(map(exchanges.kind_of, names)) == ["exchange", "exchange", "attention", "copy"]
+    exchanges.draw(events, "two", tmp_path / "two.png")
+    assert (tmp_path / "two.png").stat().st_size > 1000
 
 
 def test_times_of_kernels_alone_are_those_that_ncu_tells():
