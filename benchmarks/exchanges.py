@@ -117,7 +117,10 @@ def _length(times: Sequence[tuple[float, float]]) -> float:
 def draw(events: Sequence[Event], title: str, path: Path) -> None:
     """A picture with two lines for each GPU."""
     gpus = sorted({event.gpu for event in events})
-    lines = {"kernels": ("attention", "copy"), "exchanges": ("exchange",)}
+    lines: dict[str, tuple[Kind, ...]] = {
+        "kernels": ("attention", "copy"),
+        "exchanges": ("exchange",),
+    }
     colors = dict(zip(KINDS, drawing.COLORS, strict=False))
     with drawing.picture(path, (9.0, 0.8 + 0.8 * len(gpus)), title) as figure:
         axes = figure.subplots()
