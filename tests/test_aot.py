@@ -12,7 +12,7 @@ import pytest
 
 from jax_fa.analysis import listing, machine_code
 from jax_fa.aot import compare, compiler, cubins, kernel_table
-from jax_fa.spec import ptx_archives, variants
+from jax_fa.spec import arch, ptx_archives, variants
 from jax_fa.spec.arch import ARCHS, KINDS, arch_named, arch_of, arch_of_target
 from jax_fa.spec.band import Band
 from jax_fa.spec.problem import Problem, Semantics
@@ -387,7 +387,18 @@ def test_sources_are_what_the_kernel_module_imports():
     assert {"aot/stand_ins.py", "spec/schema.py"} <= names
     assert "kernels/sm90/bwd.py" not in names
     assert "spec/config_sm100.py" not in names
-    assert "aot/compiler.py" not in names
+    assert not names & {"aot/compiler.py", "spec/arch.py"}
+
+
+@needs_dsl
+def test_of_the_list_of_families_kernels_depend_on_their_row(monkeypatch):
+    own, other = (BY_NAME[f"fwd_{name}_bf16_d64_full"] for name in ("sm100", "sm90"))
+    before = [compiler.content_hash(variant, "x86_64") for variant in (own, other)]
+    changed = replace(arch_named("sm100"), capabilities=("10.0", "10.7"))
+    rows = tuple(changed if row.name == changed.name else row for row in ARCHS)
+    monkeypatch.setattr(arch, "ARCHS", rows)
+    after = [compiler.content_hash(variant, "x86_64") for variant in (own, other)]
+    assert [x == y for x, y in zip(before, after, strict=True)] == [False, True]
 
 
 @needs_dsl
