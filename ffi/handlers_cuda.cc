@@ -63,14 +63,7 @@ ffi::ErrorOr<const Variant*> Select(std::string_view kernel, const Place& place,
   if (const Failure failure = QueryDevice(place.ordinal, place.stream, device)) {
     return ffi::Unexpected(Internal(failure));
   }
-  const int32_t capability = device->capability;
-  const char* family = FamilyOf(Params::kOperation, capability);
-  if (family == nullptr) {
-    return ffi::Unexpected(Unimplemented("no kernels are compiled for GPUs of compute capability " +
-                                         std::to_string(capability / 10) + "." +
-                                         std::to_string(capability % 10)));
-  }
-  const Lookup found = FindVariant(Params::kOperation, family, kernel);
+  const Lookup found = FindVariant(Params::kOperation, device->capability, kernel);
   if (found.variant == nullptr) return ffi::Unexpected(Unimplemented(found.complaint));
   return found.variant;
 }

@@ -40,20 +40,31 @@ const Index& ByName() {
 
 bool Fits(int64_t head, int64_t compiled) { return head <= compiled && head % kHeadStep == 0; }
 
-}  // namespace
+bool EndsWith(std::string_view text, std::string_view ending) {
+  return text.size() >= ending.size() && text.substr(text.size() - ending.size()) == ending;
+}
 
-const char* FamilyOf(const char* operation, int32_t capability) {
+// Null if nothing is written for the device.
+const char* FamilyOf(std::string_view operation, int32_t capability, std::string_view kernel) {
   const Table& table = KernelTable();
   for (int32_t i = 0; i < table.num_capabilities; ++i) {
     const Capability& row = table.capabilities[i];
-    if (row.capability == capability && row.operation == std::string_view(operation)) {
+    if (row.capability == capability && row.operation == operation &&
+        EndsWith(kernel, row.ending)) {
       return row.family;
     }
   }
   return nullptr;
 }
 
-Lookup FindVariant(const char* operation, const char* family, std::string_view kernel) {
+}  // namespace
+
+Lookup FindVariant(const char* operation, int32_t capability, std::string_view kernel) {
+  const char* family = FamilyOf(operation, capability, kernel);
+  if (family == nullptr) {
+    return {nullptr, "no kernels are compiled for GPUs of compute capability " +
+                         std::to_string(capability / 10) + "." + std::to_string(capability % 10)};
+  }
   if (kernel.empty()) {
     return {nullptr,
             "the program names no kernel: a release of jax_fa wrote it whose extension had version "

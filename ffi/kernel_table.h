@@ -37,10 +37,11 @@ struct Variant {
   const char* ptx_sha256 = "";  // of the PTX that the object was assembled from
 };
 
-// The family whose kernels a GPU runs for an operation (jax_fa/spec/arch.py).
+// The family whose kernels of a kind a GPU runs (jax_fa/spec/arch.py).
 struct Capability {
   int32_t capability;  // 10 * major + minor
   const char* operation;
+  const char* ending;  // of their names; "" for those of no earlier row
   const char* family;  // as names of variants spell it
 };
 
@@ -53,16 +54,13 @@ struct Table {
 
 const Table& KernelTable();
 
-// The family whose kernels of `operation` a device runs, or null if none are written for it.
-const char* FamilyOf(const char* operation, int32_t capability);
-
-// The variant of `operation` ("fwd", "bwd" or "dbias") and `family` named `kernel`, or a complaint:
-// why there is none, and what to do about it.
+// The variant of `operation` ("fwd", "bwd" or "dbias") named `kernel` that a device runs, or a
+// complaint: why there is none, and what to do about it.
 struct Lookup {
   const Variant* variant;
   std::string complaint;
 };
-Lookup FindVariant(const char* operation, const char* family, std::string_view kernel);
+Lookup FindVariant(const char* operation, int32_t capability, std::string_view kernel);
 
 // The difference between a call and those that a variant takes, or nothing.
 std::optional<std::string> Mismatch(const Variant& variant, const Problem& problem);

@@ -22,16 +22,19 @@ const Variant variants[] = {
     {kSplit, Named("fwd_sm90_bf16_d128_general_split")},
     {kPlain, Named("bwd_sm90_bf16_d128_full")},
     {kFew, Named("fwd_sm90_bf16_d128_general_few")},
+    {kPlain, Named("fwd_sm103_bf16_d128_full")},
+    {kFew, Named("fwd_sm100_bf16_d128_general_few")},
 };
 constexpr Capability capabilities[] = {
-    {90, "fwd", "sm90"},   {90, "bwd", "sm90"},   {100, "fwd", "sm100"},
-    {100, "bwd", "sm100"}, {103, "fwd", "sm103"}, {103, "bwd", "sm100"},
+    {90, "fwd", "_few", "sm90"}, {90, "fwd", "", "sm90"},   {90, "bwd", "", "sm90"},
+    {100, "fwd", "", "sm100"},   {100, "bwd", "", "sm100"}, {103, "fwd", "_few", "sm100"},
+    {103, "fwd", "", "sm103"},   {103, "bwd", "", "sm100"},
 };
 
 }  // namespace
 
 const Table& KernelTable() {
-  static const Table table{variants, 4, capabilities, 6};
+  static const Table table{variants, 6, capabilities, 8};
   return table;
 }
 
@@ -39,32 +42,37 @@ namespace {
 
 // ---- Tests --------------------------------------------------------------------------------------
 
-std::string Found(const char* operation, const char* family, const char* kernel) {
-  const Lookup found = FindVariant(operation, family, kernel);
+std::string Found(const char* operation, int32_t capability, const char* kernel) {
+  const Lookup found = FindVariant(operation, capability, kernel);
   return found.variant == nullptr ? "" : found.variant->object.name;
 }
 
-void OperationFamilyAndKernelNameAVariant() {
-  Check(Found("fwd", "sm90", "bf16_d128_full") == "fwd_sm90_bf16_d128_full", "forward");
-  Check(Found("bwd", "sm90", "bf16_d128_full") == "bwd_sm90_bf16_d128_full", "backward");
-  Check(Found("fwd", "sm100", "bf16_d128_full").empty(), "another family");
-  Check(Found("fwd", "sm90", "bf16_d128").empty(), "a part of the name");
-  Check(Found("fwd", "sm90", "").empty(), "no name");
+void OperationCapabilityAndKernelNameAVariant() {
+  Check(Found("fwd", 90, "bf16_d128_full") == "fwd_sm90_bf16_d128_full", "forward");
+  Check(Found("bwd", 90, "bf16_d128_full") == "bwd_sm90_bf16_d128_full", "backward");
+  Check(Found("fwd", 90, "bf16_d128_general_few") == "fwd_sm90_bf16_d128_general_few", "few");
+  Check(Found("fwd", 100, "bf16_d128_full").empty(), "of another family alone");
+  Check(Found("fwd", 90, "bf16_d128").empty(), "a part of the name");
+  Check(Found("fwd", 90, "").empty(), "no name");
 }
 
-void CapabilityAndOperationDecideTheFamily() {
-  Check(std::string(FamilyOf("fwd", 90)) == "sm90", "Hopper");
-  Check(std::string(FamilyOf("fwd", 103)) == "sm103", "kernels of its own");
-  Check(std::string(FamilyOf("bwd", 103)) == "sm100", "kernels of another family");
-  Check(FamilyOf("fwd", 80) == nullptr, "not compiled");
+void AFamilyRunsKernelsOfAnotherByTheirEnding() {
+  Check(Found("fwd", 103, "bf16_d128_full") == "fwd_sm103_bf16_d128_full", "its own");
+  Check(Found("fwd", 103, "bf16_d128_general_few") == "fwd_sm100_bf16_d128_general_few", "other");
+  const auto complaint = [](const char* operation, int32_t capability) {
+    return FindVariant(operation, capability, "bf16_d64_full").complaint;
+  };
+  Check(complaint("bwd", 103).find("bwd_sm100_bf16_d64_full") != std::string::npos, "backward");
+  Check(complaint("fwd", 80) == "no kernels are compiled for GPUs of compute capability 8.0",
+        "not compiled");
 }
 
 void ComplaintsSayWhatToDo() {
-  const std::string missing = FindVariant("fwd", "sm90", "bf16_d80_full").complaint;
-  Check(missing.find("fwd_sm90_bf16_d80_full, which is not among the 4 of this build. Lower it "
+  const std::string missing = FindVariant("fwd", 90, "bf16_d80_full").complaint;
+  Check(missing.find("fwd_sm90_bf16_d80_full, which is not among the 6 of this build. Lower it "
                      "again") != std::string::npos,
         missing.c_str());
-  const std::string older = FindVariant("fwd", "sm90", "").complaint;
+  const std::string older = FindVariant("fwd", 90, "").complaint;
   Check(older.find("extension had version 1. Lower and export it again") != std::string::npos,
         older.c_str());
 }
@@ -114,8 +122,8 @@ void AVariantTakesWhatItWasCompiledFor() {
 }  // namespace jax_fa
 
 int main() {
-  jax_fa::OperationFamilyAndKernelNameAVariant();
-  jax_fa::CapabilityAndOperationDecideTheFamily();
+  jax_fa::OperationCapabilityAndKernelNameAVariant();
+  jax_fa::AFamilyRunsKernelsOfAnotherByTheirEnding();
   jax_fa::ComplaintsSayWhatToDo();
   jax_fa::AVariantTakesWhatItWasCompiledFor();
   std::printf("kernel_table_test: %d failed\n", jax_fa::failed);

@@ -116,16 +116,12 @@ void Raise(const Complaint& complaint) {
 
 template <typename Params>
 nb::dict RecordCall(const Params& params, const Device& device) {
-  const char* family = FamilyOf(Params::kOperation, device.capability);
-  if (family == nullptr) {
-    throw std::invalid_argument("record: no kernels are compiled for compute capability " +
-                                std::to_string(device.capability));
-  }
   Raise(CheckProblem(params.problem));
   Raise(CheckGpuProblem(params.problem));
   Raise(CheckArrays(params));
   Raise(CheckScratch(params));
-  const auto [variant, complaint] = FindVariant(Params::kOperation, family, params.problem.kernel);
+  const auto [variant, complaint] =
+      FindVariant(Params::kOperation, device.capability, params.problem.kernel);
   if (variant == nullptr) Raise(complaint);
   Raise(Mismatch(*variant, params.problem));
   Arguments arguments;

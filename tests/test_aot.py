@@ -12,8 +12,8 @@ import pytest
 
 from jax_fa.analysis import listing, machine_code
 from jax_fa.aot import compare, compiler, cubins, kernel_table
-from jax_fa.spec import ptx_archives, variants
-from jax_fa.spec.arch import ARCHS, OPERATIONS, arch_named, arch_of, arch_of_target
+from jax_fa.spec import arch, ptx_archives, variants
+from jax_fa.spec.arch import ARCHS, KINDS, arch_named, arch_of, arch_of_target
 from jax_fa.spec.band import Band
 from jax_fa.spec.problem import Problem, Semantics
 from jax_fa.spec.variants import BY_NAME, VARIANTS
@@ -69,24 +69,22 @@ def test_a_target_of_no_architecture_is_refused_with_those_that_are():
         arch_of_target("sm_75")
 
 
-BORROWED = [
-    (arch, operation)
-    for arch in ARCHS
-    for operation in OPERATIONS
-    if arch.owner(operation) is not arch
-]
+BORROWED = [(arch, kind) for arch in ARCHS for kind in KINDS if arch.owner(kind) is not arch]
 
 
-def test_the_backward_of_capability_103_is_that_of_100():
-    assert BORROWED == [(arch_named("sm103"), "bwd")]
+def test_all_but_the_forward_of_capability_103_is_that_of_100():
+    assert BORROWED == [(arch_named("sm103"), kind) for kind in ("bwd", "bias", "few")]
 
 
-@pytest.mark.parametrize(("arch", "operation"), BORROWED)
-def test_an_architecture_borrows_what_it_would_compile_itself(arch, operation):
-    owner = arch.owner(operation)
-    assert owner.owner(operation) is owner and owner.folder == arch.folder
+@pytest.mark.parametrize(
+    ("arch", "kind"), BORROWED, ids=[f"{arch.name}-{kind}" for arch, kind in BORROWED]
+)
+def test_an_architecture_borrows_what_it_would_compile_itself(arch, kind):
+    owner = arch.owner(kind)
+    assert owner.owner(kind) is owner
     assert owner.target.endswith("f"), "code for a family of GPUs"
-    borrowed = [v for v in VARIANTS if (v.arch, v.operation) == (owner.name, operation)]
+    borrowed = [v for v in VARIANTS if (v.arch, v.kind) == (owner.name, kind)]
+    assert borrowed
     for variant in borrowed:
         own = replace(variant, key=replace(variant.key, arch=arch.target))
         assert compiler.choose_config(own) == compiler.choose_config(variant)
@@ -96,7 +94,10 @@ def test_an_architecture_needs_its_own_kernels_and_those_that_it_borrows():
     names = {variant.name for variant in variants.of_families(["sm103"])}
     assert names == variants.run_by(arch_named("sm103"), BY_NAME)
     kinds = {re.match("[a-z]+_[a-z0-9]+", name)[0] for name in names}
-    assert kinds == {"fwd_sm103", "bwd_sm100"}
+    assert kinds == {"fwd_sm103", "fwd_sm100", "bwd_sm100", "dbias_sm100"}
+    assert all(
+        ("sm100" in name) == name.endswith(("_bias", "_few")) for name in names if "fwd" in name
+    )
     assert variants.of_families(["sm100", "sm103"]) == [
         v for v in VARIANTS if v.arch in ("sm100", "sm103")
     ]
@@ -386,7 +387,18 @@ def test_sources_are_what_the_kernel_module_imports():
     assert {"aot/stand_ins.py", "spec/schema.py"} <= names
     assert "kernels/sm90/bwd.py" not in names
     assert "spec/config_sm100.py" not in names
-    assert "aot/compiler.py" not in names
+    assert not names & {"aot/compiler.py", "spec/arch.py"}
+
+
+@needs_dsl
+def test_of_the_list_of_families_kernels_depend_on_their_row(monkeypatch):
+    own, other = (BY_NAME[f"fwd_{name}_bf16_d64_full"] for name in ("sm100", "sm90"))
+    before = [compiler.content_hash(variant, "x86_64") for variant in (own, other)]
+    changed = replace(arch_named("sm100"), capabilities=("10.0", "10.7"))
+    rows = tuple(changed if row.name == changed.name else row for row in ARCHS)
+    monkeypatch.setattr(arch, "ARCHS", rows)
+    after = [compiler.content_hash(variant, "x86_64") for variant in (own, other)]
+    assert [x == y for x, y in zip(before, after, strict=True)] == [False, True]
 
 
 @needs_dsl

@@ -92,6 +92,21 @@ def test_kernels_of_the_family_that_one_borrows_from_are_not_all_it_needs():
         assert "JAX_FA_GPU=sm103 " in choice.reason
 
 
+def test_a_kernel_of_a_kind_is_that_of_the_family_whose_kind_it_is():
+    """Of 10.3, all but plain forwards are those of 10.0."""
+    biased = replace(PROBLEM, bias_bytes=2)
+    decoded = replace(PROBLEM, q_len=1, kv_len=4096, semantics=Semantics(0.1))
+    for problem, operation, served in (
+        (biased, "fwd", "fwd_sm100_bf16_d128_general_bias"),
+        (biased, "bwd", "bwd_sm100_bf16_d128_general_bias"),
+        (biased, "dbias", "dbias_sm100_bf16_d128_general_bias"),
+        (decoded, "fwd", "fwd_sm100_bf16_d128_general_few"),
+        (PROBLEM, "fwd", "fwd_sm103_bf16_d128_causal"),
+    ):
+        assert choose(problem, Target("cuda", ALL, ("10.3",)), None, operation).kernel == served
+        assert BY_NAME[served].kernels == ("sm100" if problem is PROBLEM else "mma_sync")
+
+
 @pytest.mark.parametrize(
     ("problem", "operation", "serves"),
     [
@@ -101,13 +116,14 @@ def test_kernels_of_the_family_that_one_borrows_from_are_not_all_it_needs():
 )
 def test_without_a_gpu_a_refusal_names_the_families_that_have_a_kernel(problem, operation, serves):
     # A program for another machine is for all families that are built, so one decides for all.
-    refused = choose(problem, Target("cuda", ALL), None, operation)
+    lacking = {v.name for v in of_families(["sm100", "sm110"]) if v.kind == "bias"}
+    refused = choose(problem, Target("cuda", ALL - lacking), None, operation)
     assert refused.is_fallback
     named = ", ".join(f'"{name}"' for name in serves.split(","))
     assert f"`with jax_fa.lowering_for({named})`" in refused.reason
     built = frozenset(variant.name for variant in of_families(serves.split(",")))
     assert not choose(problem, Target("cuda", built), None, operation).is_fallback
-    at_hand = choose(problem, Target("cuda", ALL, ("10.0",)), None, operation)
+    at_hand = choose(problem, Target("cuda", ALL - lacking, ("10.0",)), None, operation)
     assert at_hand.is_fallback and "no GPU" not in at_hand.reason
 
 

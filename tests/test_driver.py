@@ -10,6 +10,7 @@ from jax_fa.runtime.dispatch import Target, choose
 from jax_fa.spec import schema, variants
 from jax_fa.spec.arch import ARCHS, arch_named, capability_number
 from jax_fa.spec.band import UNBOUNDED, Band
+from jax_fa.spec.names import stem
 from jax_fa.spec.problem import Problem, Semantics
 
 COMPILED = [name for name in _jax_fa.variants() if name in variants.BY_NAME]
@@ -86,7 +87,7 @@ def call_for(problem, operation="fwd", num_splits=1):
 def record(variant, **changes):
     problem = problem_for(variant)
     call = call_for(problem, variant.operation, variants.num_parts(problem, variant.key))
-    call = {**call, "kernel": variants.stem(variant.key), **changes}
+    call = {**call, "kernel": stem(variant.key), **changes}
     return _jax_fa.record(variant.operation, capability(variant), call)
 
 
@@ -218,14 +219,24 @@ def test_a_program_from_before_kernels_were_named_says_so():
 
 
 @needs_kernels
-@pytest.mark.parametrize("operation", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    ("operation", "ending"),
+    [
+        ("fwd", "full"),
+        ("fwd", "general_few"),
+        ("fwd", "general_bias"),
+        ("bwd", "full"),
+        ("bwd", "general_bias"),
+        ("dbias", "general_bias"),
+    ],
+)
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_every_capability_runs_the_kernels_that_its_row_says(arch, operation):
+def test_every_capability_runs_the_kernels_that_its_row_says(arch, operation, ending):
     """C++ picks the family of a device from the table that the build wrote of ``ARCHS``."""
-    owner = arch.owner(operation).name
-    wanted = variants.full_name(operation, owner, "bf16_d80_full")
-    problem = problem_for(variants.BY_NAME[variants.full_name(operation, owner, "bf16_d64_full")])
-    call = call_for(problem, operation) | {"kernel": "bf16_d80_full"}
+    served = variants.run_as(operation, arch, f"bf16_d64_{ending}")
+    problem = problem_for(variants.BY_NAME[served])
+    wanted = served.replace("_d64_", "_d80_")
+    call = call_for(problem, operation) | {"kernel": f"bf16_d80_{ending}"}
     for capability in map(capability_number, arch.capabilities):
         with pytest.raises(ValueError, match=f"calls the kernel {wanted}, which is not among"):
             _jax_fa.record(operation, capability, call)
@@ -233,7 +244,7 @@ def test_every_capability_runs_the_kernels_that_its_row_says(arch, operation):
 
 @needs_kernels
 def test_an_architecture_without_kernels_is_refused():
-    with pytest.raises(ValueError, match="no kernels are compiled for compute capability 75"):
+    with pytest.raises(ValueError, match="compiled for GPUs of compute capability 7.5"):
         _jax_fa.record("fwd", 75, call_for(problem_for(variants.BY_NAME[COMPILED[0]])))
 
 

@@ -515,7 +515,7 @@ def test_roofline_is_drawn(tmp_path):
 
 def test_variants_at_one_roof_are_named_in_few_words():
     every = [v for v in VARIANTS if v.arch == "sm100" and v.key.dtype == "bfloat16"]
-    assert listing._summary(every, every) == "fwd; fwd cap; bwd; bwd cap"
+    assert listing._summary(every, every) == "fwd; fwd cap; bwd; bwd cap; dbias"
     group = [
         v
         for v in every

@@ -107,7 +107,7 @@ def test_the_whole_output(report, case):
 
 def test_kernels_of_another_family_are_none_for_this_gpu(report):
     text = report((HOPPER, OLDER), compiled_for("sm100"))
-    assert "GPU kernels installed: sm100, 90 variants" in text
+    assert "GPU kernels installed: sm100, 130 variants" in text
     assert "Runs unfused on NVIDIA H200: everything\n" in text
     assert "To compile the kernels of sm90 and install them:\n  JAX_FA_GPU=sm90 pip" in text
 
@@ -115,7 +115,7 @@ def test_kernels_of_another_family_are_none_for_this_gpu(report):
 def test_a_family_that_borrows_kernels_is_installed_with_them(report):
     text = report((ULTRA,), compiled_for("sm103"))
     assert (
-        "compute capability 10.3: family sm103\nGPU kernels installed: sm103, 90 variants" in text
+        "compute capability 10.3: family sm103\nGPU kernels installed: sm103, 130 variants" in text
     )
     assert "sm100" not in text and "To compile" not in text
     assert "JAX_FA_GPU=sm103 pip" in report((ULTRA,), compiled_for("sm100"))

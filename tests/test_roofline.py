@@ -172,6 +172,17 @@ def test_thor_has_an_eighth_of_its_sparse_4_bit_peak():
     assert THOR.peak_flops == pytest.approx(2070e12 / 8, rel=5e-3)
 
 
+def test_mma_sync_has_the_pace_of_an_a100_wherever_another_instruction_is_the_fast_one():
+    """Assumed. Exponentials and pairs are those of the GPU itself."""
+    for gpu in (B200, H200):
+        slower = roofline.running(gpu, "mma.sync")
+        assert slower.rates[:2] == BY_NAME["A100"].rates[:2]
+        assert slower.rates[2:] == gpu.rates[2:] and "assumed" in slower.caveat
+        assert slower.peak_flops < gpu.peak_flops
+    assert roofline.running(B200, "tcgen05.mma") == B200
+    assert roofline.running(BY_NAME["L4"], "mma.sync") == BY_NAME["L4"]
+
+
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="sm75.*sm100, sm103, sm110, sm120, sm80, sm90"):
         roofline.gpu_of("sm75")

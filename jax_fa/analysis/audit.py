@@ -19,7 +19,7 @@ from jax_fa.analysis import banks, machine_code, ptx_text, roofline
 from jax_fa.aot import cubins
 from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES, TMEM_COLS, Plan, PlanError
 from jax_fa.spec import config
-from jax_fa.spec.arch import Operation, arch_named
+from jax_fa.spec.arch import MMA, Operation
 from jax_fa.spec.band import Band
 from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.config_sm90 import HopperBackward
@@ -199,6 +199,11 @@ def plan_of(variant: Variant) -> Plan:
     return getattr(plans, function)(variant.key, choose_config(variant))
 
 
+def running(variant: Variant, gpu: roofline.Gpu) -> roofline.Gpu:
+    """``gpu`` as ``variant`` finds it."""
+    return roofline.running(gpu, MMA[variant.kernels])
+
+
 def cycles_of(variant: Variant, gpu: roofline.Gpu) -> roofline.Cycles:
     """Cycles of one SM for a tile (model)."""
     chosen = choose_config(variant)
@@ -223,7 +228,7 @@ def cycles_of(variant: Variant, gpu: roofline.Gpu) -> roofline.Cycles:
 
 def expectation(variant: Variant) -> _Expectation:
     """The requirements on the machine code of ``variant``."""
-    mma = "mma.sync" if variant.key.is_few else arch_named(variant.arch).mma
+    mma = MMA[variant.kernels]
     # Where keys are split, parts of results go from registers to memory, in float32.
     copies = _IN if variant.key.is_split else _COPIES[variant.operation]
     if mma == "mma.sync":
@@ -246,7 +251,7 @@ def smallest_product_cycles(variant: Variant, gpu: roofline.Gpu) -> float:
 
 def model(variant: Variant, gpu: roofline.Gpu, lengths: Lengths) -> Model:
     """The limits that ``gpu`` sets ``variant`` on a problem of these lengths."""
-    key, chosen = variant.key, choose_config(variant)
+    key, chosen, gpu = variant.key, choose_config(variant), running(variant, gpu)
     problem = Problem(
         key.dtype,
         lengths.batch,

@@ -302,7 +302,7 @@ _FIELDS: dict[str, Callable[[Variant], str]] = {
 def _gpus_for(variant: Variant, wanted: Sequence[str]) -> list[roofline.Gpu]:
     """The GPUs that run a variant and were asked for, else the first of its family."""
     asked = [gpu for gpu in roofline.GPUS if gpu.name in wanted]
-    owners = [arch_named(gpu.arch).owner(variant.operation).name for gpu in asked]
+    owners = [arch_named(gpu.arch).owner(variant.kind).name for gpu in asked]
     own = [gpu for gpu, owner in zip(asked, owners, strict=True) if owner == variant.arch]
     return own or [roofline.gpu_of(variant.arch)]
 
@@ -403,11 +403,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.folder is not None:
         reports = _audited(options, variants)
     lengths = Lengths(*(getattr(options, name) for name in Lengths._fields))
-    models = [
-        (variant.name, audit.model(variant, gpu, lengths))
-        for variant in variants
-        for gpu in _gpus_for(variant, options.gpu)
-    ]
+    runs = [(variant, gpu) for variant in variants for gpu in _gpus_for(variant, options.gpu)]
+    models = [(variant.name, audit.model(variant, gpu, lengths)) for variant, gpu in runs]
     print(
         "Model, computed from published rates: cycles of an SM for a 128 x 128 tile of scores "
         "(fill:\nmore of shared memory, for what TMA writes), and both roofs for batch "
@@ -415,8 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{lengths.kv_len} keys in {lengths.num_kv_heads} heads"
     )
     print(model_table(models))
-    for gpu in roofline.GPUS:
-        if gpu.caveat and any(model.gpu == gpu.name for _, model in models):
+    for gpu in dict.fromkeys(audit.running(variant, gpu) for variant, gpu in runs):
+        if gpu.caveat:
             print(f"{gpu.name}: {gpu.caveat}")
     if reports:
         _print_reports(reports)

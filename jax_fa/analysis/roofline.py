@@ -22,10 +22,10 @@ table, smem leaves out what TMA writes; ``fill_cycles`` tells how much that is.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from jax_fa.spec.arch import ARCHS, Operation, Rates
+from jax_fa.spec.arch import ARCHS, MMA, Operation, Rates, arch_named
 from jax_fa.spec.band import Window, key_range
 from jax_fa.spec.problem import Problem
 
@@ -88,6 +88,19 @@ def gpu_of(arch: str) -> Gpu:
             return gpu
     known = ", ".join(sorted({gpu.arch for gpu in GPUS}))
     raise ValueError(f"no GPU of architecture {arch} is known; there are {known}")
+
+
+def running(gpu: Gpu, mma: str) -> Gpu:
+    """``gpu`` as kernels with the tensor core instruction ``mma`` find it.
+
+    Its rates are those of its forward's. Where that is another, ``mma`` is mma.sync, whose pace
+    nobody has published for such GPUs: that of an A100, SM by SM and cycle by cycle, stands for it.
+    """
+    if mma == MMA[arch_named(gpu.arch).kernels("fwd").folder]:
+        return gpu
+    assumed = arch_named("sm80").rates
+    rates = gpu.rates._replace(mma_flops=assumed.mma_flops, mma_rows=assumed.mma_rows)
+    return replace(gpu, rates=rates, caveat=f"{mma} assumed to be as fast as an A100's")
 
 
 class Cycles(NamedTuple):

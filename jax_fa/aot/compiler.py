@@ -53,7 +53,7 @@ from typing import Any
 from jax_fa.aot import cubins, kernel_table
 from jax_fa.aot.stand_ins import stand_ins
 from jax_fa.spec import config, ptx_archives
-from jax_fa.spec.arch import ARCHS
+from jax_fa.spec.arch import ARCHS, arch_named
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.variants import Variant, of_families
 
@@ -71,6 +71,7 @@ MAX_OPT_LEVEL = 3
 """Of the DSL, and its default."""
 
 _PACKAGE = Path(__file__).parents[1]
+_FAMILIES = _PACKAGE / "spec" / "arch.py"
 _CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward", "dbias": "choose_dbias"}
 _FORMAT = 2  # of cache entries; raised when this file would make others of the same inputs
 _CACHE_DAYS = 30
@@ -131,7 +132,8 @@ def choose_config(variant: Variant) -> Any:
 def sources(variant: Variant) -> list[Path]:
     """The files of this package that the kernels of ``variant`` are made of.
 
-    The module of its entry, what makes the arguments that it is compiled with, and imports of both.
+    The module of its entry, what makes the arguments that it is compiled with, and imports of both;
+    but for the list of families, of which they read one row.
     """
     found: set[Path] = set()
     entry = _PACKAGE.joinpath("kernels", *variant.module.split(".")).with_suffix(".py")
@@ -140,7 +142,7 @@ def sources(variant: Variant) -> list[Path]:
         path = pending.pop()
         found.add(path)
         pending |= _imports(path, path.stat().st_mtime_ns) - found
-    return sorted(found)
+    return sorted(found - {_FAMILIES})
 
 
 @functools.lru_cache(maxsize=256)
@@ -162,7 +164,8 @@ def content_hash(variant: Variant, host: str) -> str:
     digest = hashlib.sha256()
     for path in sources(variant):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
-    digest.update(repr((_FORMAT, variant, choose_config(variant), HOSTS[host])).encode())
+    row = arch_named(variant.arch)
+    digest.update(repr((_FORMAT, variant, row, choose_config(variant), HOSTS[host])).encode())
     digest.update(repr(_dsl_distributions()).encode())
     return digest.hexdigest()[:20]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jax_fa.spec.abi import PARAMETERS
 from jax_fa.spec.arch import ARCHS, OPERATIONS, Operation, capability_number
+from jax_fa.spec.names import ENDINGS, kind_of
 from jax_fa.spec.variants import Variant
 
 _C_TYPES = {
@@ -108,10 +109,12 @@ def _variants(rows: Sequence[Row]) -> str:
 
 def _capability_rows() -> list[str]:
     return [
-        f'    {{{capability_number(capability)}, "{operation}", "{arch.owner(operation).name}"}},'
+        f'    {{{capability_number(capability)}, "{operation}", "{ending}", '
+        f'"{arch.owner(kind_of(operation, ending)).name}"}},'
         for arch in ARCHS
         for capability in arch.capabilities
         for operation in OPERATIONS
+        for ending in (*ENDINGS.values(), "")
     ]
 
 

@@ -10,6 +10,7 @@ from jax_fa.spec import variants
 from jax_fa.spec.arch import ARCHS, Arch, Operation, arch_of, known_capabilities
 from jax_fa.spec.band import MAX_LENGTH, ceil_div
 from jax_fa.spec.key import HEAD_STEP
+from jax_fa.spec.names import stem
 from jax_fa.spec.problem import KERNEL_DTYPES, Problem
 
 Implementation = Literal["cpu", "cuda", "cudnn", "xla", "emulated"]
@@ -144,7 +145,7 @@ def _gpu_kernel(problem: Problem, target: Target, operation: Operation) -> tuple
     if problem.is_packed and problem.num_sequences > 0:  # sequences.with_slot_in_front
         launched = replace(problem, num_sequences=problem.num_sequences + 1)
     kernel = gpu_kernel(launched, target, operation)
-    names = {arch: _name(operation, arch, kernel.stem) for arch in archs}
+    names = {arch: variants.run_as(operation, arch, kernel.stem) for arch in archs}
     for arch, name in names.items():
         if name not in target.compiled:
             why = variants.nearest(problem, arch, operation, target.compiled)
@@ -165,10 +166,6 @@ def _alone(problem: Problem, target: Target, operation: Operation) -> str:
     )
 
 
-def _name(operation: Operation, arch: Arch, stem: str) -> str:
-    return variants.full_name(operation, arch.owner(operation).name, stem)
-
-
 def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel:
     """The fastest kernel that every family of ``target`` has for ``problem``.
 
@@ -182,11 +179,11 @@ def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel
     archs = _archs(target)
     keys = variants.serving(problem, operation)
     kernels = [
-        Kernel(variants.stem(key), variants.num_parts(problem, key), (key.head_dim, key.value_dim))
+        Kernel(stem(key), variants.num_parts(problem, key), (key.head_dim, key.value_dim))
         for key in keys
     ]
     for kernel in kernels:
-        if {_name(operation, arch, kernel.stem) for arch in archs} <= target.compiled:
+        if {variants.run_as(operation, arch, kernel.stem) for arch in archs} <= target.compiled:
             return kernel
     whole = (kernel for key, kernel in zip(keys, kernels, strict=True) if not key.is_split)
     return next(whole, Kernel())

@@ -13,20 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from jax_fa.runtime.dispatch import Target, choose
-from jax_fa.spec.arch import ARCHS, OPERATIONS, Operation
+from jax_fa.spec.arch import ARCHS, Operation
 from jax_fa.spec.band import Band
 from jax_fa.spec.problem import Problem, Semantics
-from jax_fa.spec.variants import BY_NAME
+from jax_fa.spec.variants import BY_NAME, HEADS
 
-_SIZES = tuple(
-    dict.fromkeys(
-        heads
-        for arch in ARCHS
-        for operation in OPERATIONS
-        for heads in arch.kernels(operation).heads
-    )
-)
-_LARGEST = max(min(heads) for heads in _SIZES)
+_LARGEST = max(min(heads) for heads in HEADS)
 _PLAIN = Problem(
     dtype="bfloat16",
     batch=2,
@@ -56,7 +48,7 @@ def _banded(band: Band) -> Problem:
 _FEATURES: dict[str, Sequence[Problem]] = {
     "bfloat16, float16": [_PLAIN, replace(_PLAIN, dtype="float16")],
     "float32": [replace(_PLAIN, dtype="float32")],
-    f"D (or D/Dv) of {_named(_SIZES)}": _of_heads(_SIZES),
+    f"D (or D/Dv) of {_named(HEADS)}": _of_heads(HEADS),
     f"any other D, Dv up to {_LARGEST}": _of_heads(
         [(80, 80), (1, 1), (1, _LARGEST), (_LARGEST, 1)]
     ),

@@ -1,9 +1,9 @@
 """The GPU families, one row each: whoever asks what a GPU is, can do or runs reads it here.
 
 A family is GPUs that run the same kernels. Its row says which they are, what their kernels are
-compiled for and cover, and what the hardware does. Tile sizes are in ``config_*.py``. A
-family that has no code of its own is a row that names the folder of another; one whose kernels of
-an operation would be the same PTX as another's runs those, if their target serves it too.
+compiled for and cover, and what the hardware does. Tile sizes are in ``config_*.py``. Kernels of
+each kind say which code they are made of, a folder that families may share. A family whose kernels
+of a kind would be the same PTX as another's runs those, if their target serves it too.
 """
 
 from __future__ import annotations
@@ -15,18 +15,25 @@ Operation = Literal["fwd", "bwd", "dbias"]
 OPERATIONS: tuple[Operation, ...] = ("fwd", "bwd", "dbias")
 """Forward; backward; the gradient of a bias, which the backward leaves out."""
 
+Kind = Literal["fwd", "bwd", "bias", "few"]
+"""Kernels that a family has together: forward; backward; with a bias, whatever the operation;
+forward for few queries."""
+KINDS: tuple[Kind, ...] = ("fwd", "bwd", "bias", "few")
+
+MMA = {"sm90": "wgmma", "sm100": "tcgen05.mma", "mma_sync": "mma.sync"}
+"""Folder of kernels -> their tensor core instruction, as ``machine_code.py`` calls it."""
+
 
 class Kernels(NamedTuple):
-    """What is compiled for one operation of a family.
+    """What is compiled of one kind for a family.
 
     Attributes:
+        folder: under ``kernels/``, with the code.
         heads: (D, Dv).
     """
 
+    folder: str
     heads: tuple[tuple[int, int], ...]
-
-
-NO_KERNELS = Kernels(())
 
 
 class Rates(NamedTuple):
@@ -73,37 +80,32 @@ class Arch:
         name: in names of variants, in JAX_FA_GPU and in messages.
         capabilities: compute capabilities of its GPUs, such as "9.0".
         target: what the compiler is asked for; code for it runs on all of ``capabilities``.
-        folder: under ``kernels/``, with the code.
-        fwd: its forward kernels, or the name of the family whose forward kernels it runs.
-        bwd: the same for the backward.
-        mma: the tensor core instruction of its kernels, as ``machine_code.py`` calls it.
-        rates: of one SM.
+        fwd: its kernels of this kind, or the name of the family whose kernels of it these GPUs run.
+        bwd: the same.
+        bias: the same.
+        few: the same.
+        rates: of one SM, for the instruction of its forward.
         products: its GPUs; the first stands for the family.
-        dbias: the same for the gradient of a bias. For its heads there are forward and backward
-            kernels that read a bias, too.
-        few: heads for which there are forward kernels for few queries, too.
     """
 
     name: str
     capabilities: tuple[str, ...]
     target: str
-    folder: str
     fwd: Kernels | str
     bwd: Kernels | str
-    mma: str
+    bias: Kernels | str
+    few: Kernels | str
     rates: Rates
     products: tuple[Product, ...]
-    dbias: Kernels | str = NO_KERNELS
-    few: tuple[tuple[int, int], ...] = ()
 
-    def owner(self, operation: Operation) -> Arch:
-        """The family whose kernels of an operation these GPUs run: mostly this one."""
-        held = getattr(self, operation)
+    def owner(self, kind: Kind) -> Arch:
+        """The family whose kernels of a kind these GPUs run: mostly this one."""
+        held = getattr(self, kind)
         return arch_named(held) if isinstance(held, str) else self
 
-    def kernels(self, operation: Operation) -> Kernels:
-        """What these GPUs run for an operation, whosever it is."""
-        held = getattr(self.owner(operation), operation)
+    def kernels(self, kind: Kind) -> Kernels:
+        """What these GPUs run of a kind, whosever it is."""
+        held = getattr(self.owner(kind), kind)
         assert isinstance(held, Kernels)
         return held
 
@@ -121,26 +123,24 @@ ARCHS: tuple[Arch, ...] = (
         name="sm90",
         capabilities=("9.0",),
         target="sm_90a",
-        folder="sm90",
-        fwd=Kernels(_HEADS),
-        bwd=Kernels(_HEADS),
-        mma="wgmma",
+        fwd=Kernels("sm90", _HEADS),
+        bwd=Kernels("sm90", _HEADS),
+        bias=Kernels("sm90", _HEADS),
+        few=Kernels("mma_sync", _HEADS),
         rates=Rates(mma_flops=4096, mma_rows=64, exponentials=16, has_pairs=False),
         products=(
             Product("H100", 132, 1.83e9, 3.35e12, _CLOCK),
             Product("H200", 132, 1.83e9, 4.8e12, _CLOCK),
         ),
-        dbias=Kernels(_HEADS),
-        few=_HEADS,
     ),
     Arch(
         name="sm100",
         capabilities=("10.0",),
         target="sm_100f",
-        folder="sm100",
-        fwd=Kernels(_HEADS),
-        bwd=Kernels(_HEADS),
-        mma="tcgen05.mma",
+        fwd=Kernels("sm100", _HEADS),
+        bwd=Kernels("sm100", _HEADS),
+        bias=Kernels("mma_sync", _HEADS),
+        few=Kernels("mma_sync", _HEADS),
         rates=Rates(mma_flops=8192, mma_rows=128, exponentials=16, has_pairs=True),
         products=(
             Product("B200", 148, 1.856e9, 7.67e12, _CLOCK),
@@ -151,14 +151,14 @@ ARCHS: tuple[Arch, ...] = (
         name="sm103",
         capabilities=("10.3",),
         target="sm_103f",
-        folder="sm100",
         # Its exponentials are faster, so its forward has no polynomials. Its backward would be the
         # PTX of sm100, which as family-specific code ("f") runs on 10.3 too. For sm_103f ptxas
         # schedules the main kernel otherwise (DSL 4.8.1); what that would gain is not known, since
         # no GPU was at hand.
-        fwd=Kernels(_HEADS),
+        fwd=Kernels("sm100", _HEADS),
         bwd="sm100",
-        mma="tcgen05.mma",
+        bias="sm100",
+        few="sm100",
         rates=Rates(mma_flops=8192, mma_rows=128, exponentials=32, has_pairs=True),
         products=(Product("B300", 148, 2.062e9, 8e12, f"{_CLOCK}; SMs unconfirmed"),),
     ),
@@ -166,10 +166,10 @@ ARCHS: tuple[Arch, ...] = (
         name="sm110",
         capabilities=("11.0",),
         target="sm_110f",
-        folder="sm100",
-        fwd=Kernels(_HEADS),
-        bwd=Kernels(_HEADS),
-        mma="tcgen05.mma",
+        fwd=Kernels("sm100", _HEADS),
+        bwd=Kernels("sm100", _HEADS),
+        bias=Kernels("mma_sync", _HEADS),
+        few=Kernels("mma_sync", _HEADS),
         rates=Rates(mma_flops=8192, mma_rows=128, exponentials=16, has_pairs=False),
         products=(Product("Thor", 20, 1.575e9, 273e9, _THOR),),
     ),
@@ -177,31 +177,27 @@ ARCHS: tuple[Arch, ...] = (
         name="sm80",
         capabilities=("8.0", "8.6", "8.7", "8.9"),
         target="sm_80",
-        folder="mma_sync",
-        fwd=Kernels(_HEADS),
-        bwd=Kernels(_HEADS),
-        mma="mma.sync",
+        fwd=Kernels("mma_sync", _HEADS),
+        bwd=Kernels("mma_sync", _HEADS),
+        bias=Kernels("mma_sync", _HEADS),
+        few=Kernels("mma_sync", _HEADS),
         rates=Rates(mma_flops=2048, mma_rows=32, exponentials=16, has_pairs=False),
         products=(
             Product("A100", 108, 1.41e9, 2.039e12),
             Product("L4", 58, 2.04e9, 300e9, _CLOCK, _MMA_SYNC_HALF),
             Product("RTX 4090", 128, 2.52e9, 1.008e12, rates=_MMA_SYNC_QUARTER),
         ),
-        dbias=Kernels(_HEADS),
-        few=_HEADS,
     ),
     Arch(
         name="sm120",
         capabilities=("12.0", "12.1"),
         target="sm_120",
-        folder="mma_sync",
-        fwd=Kernels(_HEADS),
-        bwd=Kernels(_HEADS),
-        mma="mma.sync",
+        fwd=Kernels("mma_sync", _HEADS),
+        bwd=Kernels("mma_sync", _HEADS),
+        bias=Kernels("mma_sync", _HEADS),
+        few=Kernels("mma_sync", _HEADS),
         rates=_MMA_SYNC_QUARTER,
         products=(Product("RTX 5090", 170, 2.407e9, 1.792e12),),
-        dbias=Kernels(_HEADS),
-        few=_HEADS,
     ),
 )
 """Thor: 20 SMs, and 2070 TFLOP/s of sparse 4-bit products; an eighth of that is dense 16-bit, which

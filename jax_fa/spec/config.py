@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jax_fa.spec.arch import Arch, Operation, arch_of_target
+from jax_fa.spec.arch import Operation, arch_of_target
 from jax_fa.spec.config_mma_sync import (
     FewQueries,
     MmaSyncBackward,
@@ -24,27 +24,27 @@ from jax_fa.spec.config_sm100 import (
     blackwell_forward,
 )
 from jax_fa.spec.key import KernelKey
+from jax_fa.spec.names import kind_of, stem
 
 ForwardConfig = FewQueries | MmaSyncForward | HopperForward | BlackwellForward
 BackwardConfig = MmaSyncBackward | HopperBackward | BlackwellBackward
 BiasGradientConfig = MmaSyncBiasGradient | HopperBiasGradient
 
 
-def _arch_of(key: KernelKey, operation: Operation) -> Arch:
-    """The family that ``key`` is for.
+def _folder(key: KernelKey, operation: Operation) -> str:
+    """The folder with the code of the kernel for ``key``.
 
     Raises:
-        NotImplementedError: no kernel is written for it or its head sizes.
+        NotImplementedError: no kernel is written for its architecture or head sizes.
     """
-    arch = arch_of_target(key.arch)
-    heads = arch.kernels(operation).heads
-    if (key.head_dim, key.value_dim) not in heads:
-        known = ", ".join(f"{d}/{dv}" for d, dv in heads)
+    kernels = arch_of_target(key.arch).kernels(kind_of(operation, stem(key)))
+    if (key.head_dim, key.value_dim) not in kernels.heads:
+        known = ", ".join(f"{d}/{dv}" for d, dv in kernels.heads)
         raise NotImplementedError(
             f"no {operation} kernel for D/Dv {key.head_dim}/{key.value_dim} on {key.arch}; "
             f"there are {known}"
         )
-    return arch
+    return kernels.folder
 
 
 def choose_forward(key: KernelKey) -> ForwardConfig:
@@ -53,8 +53,8 @@ def choose_forward(key: KernelKey) -> ForwardConfig:
     Raises:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
-    arch = _arch_of(key, "fwd")
-    return few_queries(key) if key.is_few else _FORWARDS[arch.folder](key)
+    folder = _folder(key, "fwd")
+    return few_queries(key) if key.is_few else _FORWARDS[folder](key)
 
 
 def choose_backward(key: KernelKey) -> BackwardConfig:
@@ -63,7 +63,7 @@ def choose_backward(key: KernelKey) -> BackwardConfig:
     Raises:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
-    return _BACKWARDS[_arch_of(key, "bwd").folder](key)
+    return _BACKWARDS[_folder(key, "bwd")](key)
 
 
 def choose_dbias(key: KernelKey) -> BiasGradientConfig:
@@ -72,7 +72,7 @@ def choose_dbias(key: KernelKey) -> BiasGradientConfig:
     Raises:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
-    return _BIAS_GRADIENTS[_arch_of(key, "dbias").folder](key)
+    return _BIAS_GRADIENTS[_folder(key, "dbias")](key)
 
 
 _FORWARDS: dict[str, Callable[[KernelKey], ForwardConfig]] = {

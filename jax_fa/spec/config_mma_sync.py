@@ -7,11 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jax_fa.spec.arch import arch_of_target, capability_number
 from jax_fa.spec.division import GRANULE
 from jax_fa.spec.key import KernelKey
 
 WARP_ROWS = 16
 """Rows of a warp's product: the M of one mma.sync."""
+
+
+def _capability(key: KernelKey) -> int:
+    return capability_number(arch_of_target(key.arch).capabilities[0])
+
+
+def _carries_pairs(key: KernelKey) -> bool:
+    """Whether the compiler carries pairs of floats through loops, which spill earlier.
+
+    So it does for targets of 10.0 and later (DSL 4.8.1), which have instructions for them.
+    """
+    return _capability(key) >= 100
 
 
 @dataclass(frozen=True)
@@ -80,9 +93,9 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
         )
     if key.head_dim <= 96:
         return MmaSyncForward(64, packs_heads=packs_heads)
-    # A general mask takes registers: of 64 keys, some spill. For 12.x the compiler carries pairs of
-    # floats through a loop, which spill earlier; products take four times as many cycles there as
-    # on an A100, so that smaller steps cost less (DSL 4.8.1).
+    # A general mask takes registers: of 64 keys, some spill. For 12.x, pairs of floats spill
+    # earlier; products take four times as many cycles there as on an A100, so that smaller steps
+    # cost less (DSL 4.8.1).
     is_general, is_small = key.mask == "general", key.arch == "sm_120"
     if key.head_dim <= 128:
         block_kv = 48 if is_general else 32 if is_small else 64
@@ -106,7 +119,7 @@ def _forward_with_bias(key: KernelKey) -> MmaSyncForward:
         return MmaSyncForward(64, warps=8, row_tiles=1)
     if key.head_dim <= 192:
         return MmaSyncForward(64, warps=8, row_tiles=1, stages=1)
-    opt_level = 1 if key.arch == "sm_120" else 3
+    opt_level = 1 if _carries_pairs(key) else 3
     return MmaSyncForward(32, warps=8, row_tiles=1, stages=1, opt_level=opt_level)
 
 
@@ -119,14 +132,14 @@ class FewQueries:
         warps: of a CTA.
         stages: blocks of keys and values that shared memory holds.
         q_in_registers: query fragments stay in registers; else each step reads them again.
-        opt_level: of the compiler. With 1 it reorders little and so needs fewer registers.
+        scales_always: each step scales O; else a loop does, of one turn or none.
     """
 
     block_kv: int
     warps: int = 4
     stages: int = 2
     q_in_registers: bool = True
-    opt_level: int = 3
+    scales_always: bool = False
 
     @property
     def block_q(self) -> int:
@@ -160,14 +173,13 @@ def few_queries(key: KernelKey) -> FewQueries:
     Of 4.8 TB/s, an SM of an H200 has 36 KB a microsecond, about what a load takes to arrive: so
     much and more has to be on its way. Blocks of 32 KB (24 with D = 96, 40 with 192/128), one of
     which is loaded while the other is multiplied, leave room for two or three CTAs in 227 KB. With
-    D = 256, two warps have 16 keys each; for 12.x, 40 bytes spill at the higher level.
+    D = 256, two warps have 16 keys each; of pairs that a loop around O carries, 40 bytes spill.
     """
     if key.head_dim <= 64:
         return FewQueries(128)
     if key.head_dim <= 192:
         return FewQueries(64)
-    opt_level = 1 if key.arch == "sm_120" else 3
-    return FewQueries(32, warps=2, q_in_registers=False, opt_level=opt_level)
+    return FewQueries(32, warps=2, q_in_registers=False, scales_always=_carries_pairs(key))
 
 
 SWEEP_WORDS = 20
@@ -186,6 +198,7 @@ class MmaSyncBackward:
         work_words: of what a sweep uses of its work that shared memory holds, not registers.
         splits_results: two groups of four warps own the same keys: one computes P and dV, the other
             dS and dK. A part of a block is loaded at a time, and ``stages`` counts parts.
+        opt_level: of the compiler. With 1 it reorders little and so needs fewer registers.
     """
 
     warps: int
@@ -193,6 +206,7 @@ class MmaSyncBackward:
     parts: int = 1
     work_words: int = 0
     splits_results: bool = False
+    opt_level: int = 3
 
     @property
     def block_kv(self) -> int:
@@ -249,7 +263,11 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
         return MmaSyncBackward(8, stages=2, parts=4, work_words=SWEEP_WORDS, splits_results=True)
     # A general mask takes registers: of halves of a block, some 400 bytes spill.
     is_tight = key.has_bias or (key.head_dim > 128 and key.mask == "general")
-    return MmaSyncBackward(warps=4, parts=4 if is_tight else 2, work_words=SWEEP_WORDS)
+    parts = 4 if is_tight else 2
+    # For 10.x, of 192/128 in bfloat16 with a bias, 8 bytes spill at the higher level.
+    is_tighter = key.has_bias and key.head_dim > 128 and _capability(key) // 10 == 10
+    opt_level = 1 if is_tighter else 3
+    return MmaSyncBackward(4, parts=parts, work_words=SWEEP_WORDS, opt_level=opt_level)
 
 
 @dataclass(frozen=True)

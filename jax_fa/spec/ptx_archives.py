@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from jax_fa.spec.arch import arch_named
+from jax_fa.spec.arch import OPERATIONS, arch_named
+from jax_fa.spec.names import kind_of
 
 SUFFIX = ".tar.xz"
 _TEXT = ".ptx"
@@ -20,8 +21,10 @@ _TEXT = ".ptx"
 
 def archive_of(variant: str) -> str:
     """Name of the archive that has a variant's text."""
-    operation, arch, _, rest = variant.split("_", 3)
-    return f"{arch_named(arch).folder}_{operation}_{rest}{SUFFIX}"
+    prefix, arch, _, rest = variant.split("_", 3)
+    (operation,) = (known for known in OPERATIONS if known == prefix)
+    folder = arch_named(arch).kernels(kind_of(operation, rest)).folder
+    return f"{folder}_{operation}_{rest}{SUFFIX}"
 
 
 def packed(texts: Mapping[str, bytes]) -> bytes:

@@ -16,17 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from typing import Any
 
-from jax_fa.spec.arch import ARCHS, OPERATIONS, Arch, Operation, arch_named
+from jax_fa.spec.arch import ARCHS, KINDS, OPERATIONS, Arch, Kernels, Kind, Operation, arch_named
 from jax_fa.spec.band import UNBOUNDED, ceil_div
 from jax_fa.spec.config_mma_sync import WARP_ROWS
 from jax_fa.spec.division import RESIDENT_CTAS, packing, packing_pays
 from jax_fa.spec.key import MASK_CLASSES, KernelKey, MaskClass
+from jax_fa.spec.names import SHORT_DTYPES, kind_of, short_heads, stem
 from jax_fa.spec.problem import Problem
-
-SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
-"""Element types that are compiled, and what variant names call them."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,14 @@ class Variant:
     key: KernelKey
 
     @property
+    def kind(self) -> Kind:
+        """What it is compiled together with."""
+        return kind_of(self.operation, stem(self.key))
+
+    @property
     def kernels(self) -> str:
         """Directory under ``kernels/`` that it is made of."""
-        return "mma_sync" if self.key.is_few else arch_named(self.arch).folder
+        return arch_named(self.arch).kernels(self.kind).folder
 
     @property
     def module(self) -> str:
@@ -59,27 +64,24 @@ class Variant:
         return full_name(self.operation, self.arch, stem(self.key))
 
 
-def stem(key: KernelKey) -> str:
-    """What the names of a kernel's variants have in common, whatever the family and operation."""
-    cap = "_cap" if key.has_soft_cap else ""
-    split = "_few" if key.is_few else "_split" if key.is_split else ""
-    bias = "_bias" if key.has_bias else ""
-    dims = _dims(key.head_dim, key.value_dim)
-    return f"{SHORT_DTYPES[key.dtype]}_{dims}_{key.mask}{cap}{split}{bias}"
-
-
-def _dims(head_dim: int, value_dim: int) -> str:
-    values = "" if value_dim == head_dim else f"v{value_dim}"
-    return f"d{head_dim}{values}"
-
-
 def full_name(operation: Operation, arch: str, stem: str) -> str:
     """Name of a variant; C++ (``ffi/kernel_table.cc``) puts it together likewise."""
     return f"{_prefix(operation, arch)}{stem}"
 
 
+def run_as(operation: Operation, arch: Arch, stem: str) -> str:
+    """Name of the variant that GPUs of a family run for a kernel, whosever it is."""
+    return full_name(operation, arch.owner(kind_of(operation, stem)).name, stem)
+
+
 def _prefix(operation: Operation, arch: str) -> str:
     return f"{operation}_{arch}_"
+
+
+HEADS = tuple(
+    dict.fromkeys(heads for arch in ARCHS for kind in KINDS for heads in arch.kernels(kind).heads)
+)
+"""(D, Dv) of all kernels."""
 
 
 def _enumerate() -> Iterator[Variant]:
@@ -88,20 +90,13 @@ def _enumerate() -> Iterator[Variant]:
     split: dict[str, Any] = {"mask": "general", "is_split": True}
     few: dict[str, Any] = {**split, "is_few": True}
     bias: dict[str, Any] = {"mask": "general", "has_bias": True}
-    for arch in ARCHS:
-        for operation in OPERATIONS:
-            if arch.owner(operation) is not arch:
-                continue
-            unbiased = {"fwd": [*masks, split], "bwd": masks, "dbias": []}[operation]
-            for dtype in SHORT_DTYPES:
-                for heads in arch.kernels(operation).heads:
-                    biased = [bias] if heads in arch.kernels("dbias").heads else []
-                    if operation == "fwd" and heads in arch.few:
-                        biased = [few, *biased]
-                    for fields in (*unbiased, *biased):
-                        yield Variant(
-                            operation, arch.name, KernelKey(arch.target, dtype, *heads, **fields)
-                        )
+    of_operation = {"fwd": [*masks, split, few, bias], "bwd": [*masks, bias], "dbias": [bias]}
+    for arch, operation, dtype, heads in product(ARCHS, OPERATIONS, SHORT_DTYPES, HEADS):
+        for fields in of_operation[operation]:
+            variant = Variant(operation, arch.name, KernelKey(arch.target, dtype, *heads, **fields))
+            held = getattr(arch, variant.kind)
+            if isinstance(held, Kernels) and heads in held.heads:
+                yield variant
 
 
 VARIANTS = tuple(_enumerate())
@@ -112,18 +107,18 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 def of_families(names: Collection[str]) -> list[Variant]:
     """The variants that GPUs of these families run, whosever they are."""
-    wanted = {
-        (operation, arch_named(name).owner(operation).name)
-        for name in names
-        for operation in OPERATIONS
-    }
-    return [variant for variant in VARIANTS if (variant.operation, variant.arch) in wanted]
+    wanted = {(kind, arch_named(name).owner(kind).name) for name in names for kind in KINDS}
+    return [variant for variant in VARIANTS if (variant.kind, variant.arch) in wanted]
 
 
 def run_by(arch: Arch, compiled: Collection[str]) -> frozenset[str]:
     """Those of the names ``compiled`` that GPUs of a family run."""
-    prefixes = tuple(_prefix(operation, arch.owner(operation).name) for operation in OPERATIONS)
-    return frozenset(name for name in compiled if name.startswith(prefixes))
+    return _names(arch.name) & frozenset(compiled)
+
+
+@cache
+def _names(family: str) -> frozenset[str]:
+    return frozenset(variant.name for variant in of_families([family]))
 
 
 def families(compiled: Collection[str]) -> list[Arch]:
@@ -253,9 +248,15 @@ def heads_for(
 
     A score takes D multiplications, and Dv more to weigh a value.
     """
-    every = {heads for arch in archs for heads in arch.kernels(operation).heads}
+    kind = _kind(problem, operation)
+    every = {heads for arch in archs for heads in arch.kernels(kind).heads}
     wide = [heads for heads in every if _hold(heads, problem)]
     return sorted(wide, key=lambda heads: (sum(heads), heads))
+
+
+def _kind(problem: Problem, operation: Operation) -> Kind:
+    """The kind of kernels that serve ``problem``, but for few queries."""
+    return "bias" if problem.has_bias or operation == "dbias" else operation
 
 
 def _hold(heads: tuple[int, int], problem: Problem) -> bool:
@@ -289,10 +290,8 @@ def find(
     compiled: Collection[str] = BY_NAME.keys(),
 ) -> Variant | None:
     """The fastest variant that serves ``problem``, of those with a name in ``compiled``."""
-    owner = arch.owner(operation)
-    of_family = [replace(key, arch=owner.target) for key in serving(problem, operation)]
-    found = (Variant(operation, owner.name, key) for key in of_family)
-    return next((variant for variant in found if variant.name in compiled), None)
+    names = (run_as(operation, arch, stem(key)) for key in serving(problem, operation))
+    return next((BY_NAME[name] for name in names if name in compiled), None)
 
 
 def nearest(
@@ -302,17 +301,11 @@ def nearest(
     compiled: Collection[str] = BY_NAME.keys(),
 ) -> str:
     """One or two sentences on why ``find`` gave None: what is compiled, and what would work."""
-    if problem.has_bias and not arch.kernels("dbias").heads:
-        return f"no kernels for {arch.name} read a bias. implementation='xla' takes one."
-    owner = arch.owner(operation).name
-    if not arch.kernels(operation).heads:
-        return (
-            f"no {operation} kernels are written for {arch.name}; implementation='xla' runs there."
-        )
+    owner = arch.owner(_kind(problem, operation)).name
     here = [
         variant
-        for variant in VARIANTS
-        if variant.name in compiled and (variant.operation, variant.arch) == (operation, owner)
+        for variant in of_families([arch.name])
+        if variant.name in compiled and variant.operation == operation
     ]
     if not here:
         return (
@@ -335,12 +328,10 @@ def nearest(
     wide = [v for v in here if _hold((v.key.head_dim, v.key.value_dim), problem)]
     if not wide:
         listed = sorted({(variant.key.head_dim, variant.key.value_dim) for variant in here})
-        known = heads_for(problem, operation, [arch])
-        advice = (
-            f"Build with the variants '{_prefix(operation, owner)}*_{_dims(*known[0])}_*', too."
-            if known
-            else "implementation='xla' takes heads of any size."
-        )
+        advice = "implementation='xla' takes heads of any size."
+        if known := heads_for(problem, operation, [arch]):
+            wanted = f"{_prefix(operation, owner)}*_{short_heads(*known[0])}_*"
+            advice = f"Build with the variants '{wanted}', too."
         return (
             f"kernels for {arch.name} have D/Dv {', '.join(f'{d}/{dv}' for d, dv in listed)}, none "
             f"as large as {asked}. {advice}"

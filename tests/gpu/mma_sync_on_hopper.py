@@ -26,11 +26,9 @@ arch.ARCHS = tuple(
     replace(
         one,
         target="sm_90",
-        folder=_PLAIN.folder,
         fwd=_PLAIN.fwd,
         bwd=_PLAIN.bwd,
-        dbias=_PLAIN.dbias,
-        mma=_PLAIN.mma,
+        bias=_PLAIN.bias,
     )
     if one.name == "sm90"
     else one

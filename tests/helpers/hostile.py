@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from helpers.cases import Case, Data, Dense, make
+from helpers.cases import Bias, Case, Data, Dense, make
 from helpers.harness import on_device
 from helpers.oracle import Results, Tolerance, tolerance
 from jax_fa.runtime import vjp
@@ -67,6 +67,27 @@ KINDS = (
         kv_lengths=_ANY * 2,
         window=(None, 30),
         **_DENSE,
+    ),
+    Case(
+        "bias_offset_lengths",
+        bias=Bias("holes", "BNTS"),
+        q_lengths=_ANY * 2,
+        kv_lengths=_ANY * 2,
+        q_offset=_ANY * 2,
+        window=(50, 20),
+        **_DENSE,
+    ),
+    Case(
+        "few_offset_lengths",
+        batch=2,
+        q_len=3,
+        kv_len=600,
+        heads=6,
+        kv_heads=2,
+        q_lengths=_ANY * 2,
+        kv_lengths=_ANY * 2,
+        q_offset=_ANY * 2,
+        is_causal=True,
     ),
 )
 
@@ -148,11 +169,11 @@ def meant(sent: Operands) -> Operands:
 @cache
 def _step(semantics: Semantics, implementation: Forced) -> Any:
     def step(operands: Operands, cotangents: Any) -> Any:
-        def attend(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-            x = operands._replace(q=q, k=k, v=v, sinks=sinks)
+        def attend(q: Any, k: Any, v: Any, sinks: Any, bias: Any) -> Any:
+            x = operands._replace(q=q, k=k, v=v, sinks=sinks, bias=bias)
             return vjp.attention(x, semantics, implementation)
 
-        results, pull = jax.vjp(attend, *operands[:3], operands.sinks)
+        results, pull = jax.vjp(attend, *operands[:3], operands.sinks, operands.bias)
         return *results, *pull(cotangents)
 
     return jax.jit(step)
@@ -161,5 +182,7 @@ def _step(semantics: Semantics, implementation: Forced) -> Any:
 def run(operands: Operands, given: Hostile, implementation: Forced) -> Results:
     """Forward and gradients of ``operands``; cotangents and the rest are those of ``given``."""
     step = _step(given.case.semantics, implementation)
-    out, lse, dq, dk, dv, dsinks = step(on_device(operands), given.sent.cotangents)
-    return Results(out, lse, dq, dk, dv, None if dsinks is None else np.sum(dsinks, axis=0))
+    results = Results(*step(on_device(operands), given.sent.cotangents))
+    if results.dsinks is None:
+        return results
+    return results._replace(dsinks=np.sum(results.dsinks, axis=0))

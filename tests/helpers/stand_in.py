@@ -79,12 +79,12 @@ def _functions(variant):
 
 
 def _objects(folder):
-    """Objects by variant: the first of an operation of a family defines the functions of all."""
+    """Objects by variant: of those that come together the first defines the functions of all."""
     empty = _object(folder, "")
     objects = {variant.name: empty for variant in VARIANTS}
     kinds: dict[tuple[str, str], list[Variant]] = {}
     for variant in VARIANTS:
-        kinds.setdefault((variant.operation, variant.arch), []).append(variant)
+        kinds.setdefault((variant.kind, variant.arch), []).append(variant)
     for alike in kinds.values():
         names = [name for variant in alike for name in _functions(variant)]
         objects[alike[0].name] = _object(folder, "".join(f"void {name}() {{}}\n" for name in names))

@@ -23,9 +23,10 @@ from helpers.texts import (
 
 from jax_fa.runtime import bindings
 from jax_fa.runtime.dispatch import Emulation
-from jax_fa.spec.arch import ARCHS, OPERATIONS, arch_named
+from jax_fa.spec.arch import ARCHS, OPERATIONS
+from jax_fa.spec.names import SHORT_DTYPES
 from jax_fa.spec.problem import Problem
-from jax_fa.spec.variants import BY_NAME, SHORT_DTYPES, find
+from jax_fa.spec.variants import BY_NAME, find, of_families
 
 COMPILED = [BY_NAME[name] for name in sorted(bindings.compiled()) if name in BY_NAME]
 
@@ -42,14 +43,8 @@ if not COMPILED:
 
 def is_complete(arch, operation, dtype):
     """Whether this build holds all variants of an operation; samples are for other tests."""
-    owner = arch_named(arch).owner(operation).name
-
-    def those(variants):
-        return {
-            v for v in variants if (v.arch, v.operation, v.key.dtype) == (owner, operation, dtype)
-        }
-
-    return those(COMPILED) == those(BY_NAME.values()) != set()
+    needed = {v for v in of_families([arch]) if (v.operation, v.key.dtype) == (operation, dtype)}
+    return set() != needed <= set(COMPILED)
 
 
 PLACES = [
@@ -72,10 +67,8 @@ RUNS = sorted(((*place, case) for place in PLACES for case in CASES), key=order)
 
 
 def is_served(case, arch, operation):
-    heads = arch.kernels(operation).heads
+    heads = arch.kernels(operation if case.bias is None else "bias").heads
     is_held = any(case.head_dim <= d and case.out_dim <= dv for d, dv in heads)
-    if case.bias is not None and not arch.kernels("dbias").heads:
-        return False
     return case.name not in UNSERVED and is_held
 
 

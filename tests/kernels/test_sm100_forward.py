@@ -32,7 +32,7 @@ from jax_fa.spec.problem import Operands, Semantics
 KEYS = [
     KernelKey(arch.target, "bfloat16", d, dv, mask)
     for arch in ARCHS
-    if arch.folder == "sm100"
+    if arch.kernels("fwd").folder == "sm100"
     for d, dv in arch.kernels("fwd").heads
     for mask in MASK_CLASSES
 ]

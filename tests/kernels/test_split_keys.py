@@ -150,15 +150,20 @@ def test_a_split_variant_of_the_general_mask_serves_every_mask(arch):
         problem = replace(DECODE, semantics=Semantics(1.0, band), has_lengths=False)
         found = variants.find(problem, arch)
         assert found.key.is_split and found.key.mask == "general"
-        assert found.name.endswith("_general_few" if arch.few else "_general_split")
+        assert found.name.endswith(
+            "_general_few" if arch.kernels("few").heads else "_general_split"
+        )
+
+
+LACKING = {"fwd_sm90_bf16_d128_general_split", "fwd_sm90_bf16_d128_general_few"}
 
 
 @pytest.mark.parametrize(
     "problem, compiled",
     [
         (replace(DECODE, semantics=Semantics(1.0, soft_cap=30.0)), frozenset(variants.BY_NAME)),
-        (DECODE, frozenset(name for name in variants.BY_NAME if "split" not in name)),
-        (DECODE, frozenset(n for n in variants.BY_NAME if n != "fwd_sm90_bf16_d128_general_split")),
+        (DECODE, frozenset(name for name, v in variants.BY_NAME.items() if not v.key.is_split)),
+        (DECODE, frozenset(variants.BY_NAME) - LACKING),
     ],
     ids=["soft_cap", "not_built", "not_built_for_one_family"],
 )
@@ -169,16 +174,17 @@ def test_without_a_split_variant_keys_stay_together(problem, compiled):
 
 
 def test_only_the_gpus_at_hand_have_to_have_a_split_variant():
-    lacking = {"fwd_sm90_bf16_d128_general_split", "fwd_sm90_bf16_d128_general_few"}
-    compiled = frozenset(variants.BY_NAME) - lacking
+    compiled = frozenset(variants.BY_NAME) - LACKING
 
     def splits(target):
         return dispatch.choose(DECODE, target, None).chosen.num_splits
 
-    assert splits(Target("cuda", compiled, ("10.0",))) == variants.kv_splits(DECODE)
+    assert splits(Target("cuda", compiled, ("10.0",))) == variants.few_parts(DECODE)
     assert splits(Target("cuda", compiled, ("9.0",))) == 1
     assert splits(Target("cuda")) == 1
-    assert "_split" in dispatch.choose(DECODE, ALL, None).kernel
+    assert "_few" in dispatch.choose(DECODE, ALL, None).kernel
+    of_old = frozenset(name for name in variants.BY_NAME if not name.endswith("_few"))
+    assert splits(Target("cuda", of_old, ("10.0",))) == variants.kv_splits(DECODE)
 
 
 # ------------------------------------------------------------------------------------ parts of keys

@@ -7,33 +7,34 @@ from helpers.recording import build, needs_compiler, needs_dsl
 from helpers.texts import first_difference, kernels, without_names
 
 from jax_fa.aot import compiler
-from jax_fa.spec.arch import ARCHS, OPERATIONS
-from jax_fa.spec.key import KernelKey
+from jax_fa.spec.arch import ARCHS, KINDS, OPERATIONS
+from jax_fa.spec.variants import VARIANTS
 
+FIRST = {(v.arch, v.kind, v.operation): v for v in reversed(VARIANTS)}
+"""A variant of each kind and operation of a family."""
 BORROWED = [
-    (arch, operation)
+    (arch, FIRST[key])
     for arch in ARCHS
+    for kind in KINDS
     for operation in OPERATIONS
-    if arch.owner(operation) is not arch
+    if arch.owner(kind) is not arch and (key := (arch.owner(kind).name, kind, operation)) in FIRST
 ]
 
 
 @needs_dsl
 @needs_compiler
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of the DSL, within the DSL
-@pytest.mark.parametrize(("arch", "operation"), BORROWED)
-def test_an_architecture_borrows_the_text_that_it_would_compile(arch, operation, tmp_path):
+@pytest.mark.parametrize(
+    ("arch", "variant"), BORROWED, ids=[f"{arch.name}-{variant.name}" for arch, variant in BORROWED]
+)
+def test_an_architecture_borrows_the_text_that_it_would_compile(arch, variant, tmp_path):
     """The compiler makes the same decisions for both targets, of one kernel for all of them."""
-    owner = arch.owner(operation)
-    head_dim, value_dim = owner.kernels(operation).heads[0]
-    key = KernelKey(owner.target, "bfloat16", head_dim, value_dim, "full")
     texts = []
-    for number, target in enumerate((owner.target, arch.target)):
+    for number, target in enumerate((variant.key.arch, arch.target)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        own = replace(key, arch=target)
-        config = getattr(compiler.config, compiler._CHOICES[operation])(own)
-        made = build(folder, f"{arch.folder}.{operation}", own, config)
+        own = replace(variant, key=replace(variant.key, arch=target))
+        made = build(folder, variant.module, own.key, compiler.choose_config(own))
         assert f".target {target}" in made.ptx
         texts.append(without_names(made.ptx))
     assert not first_difference(*texts)
