@@ -313,6 +313,7 @@ def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...
     parts = 1 if config.splits_keys else config.num_consumers
     dq_columns = key.head_dim // (1 if config.splits_dq_rows else config.num_consumers)
     ds = _tile(config.block_q, config.block_kv, 64)
+    staged = (Access("consume, dQ", "st.shared.v4", 16, None, _four),)
     return (
         *_by_units("k", _tile(config.block_kv, key.head_dim, dq_columns), "wgmma"),
         *_by_units("v", _tile(config.block_kv, key.value_dim), "wgmma"),
@@ -328,7 +329,13 @@ def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...
             None,
             lambda lane: Element(lane % 4 * 2, 0),
         ),
+        *(staged if config.stages_dq else ()),
     )
+
+
+def _four(lane: int) -> Element:
+    """The first word of a lane's four, which lie side by side."""
+    return Element(lane * 4, 0)
 
 
 def hopper_bias_gradient(key: KernelKey, config: HopperBiasGradient) -> tuple[Access, ...]:

@@ -131,9 +131,7 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid
         num_kv_heads * splits,
         splits,
         num_kv_blocks,
-        backward_work.bytes_per_head(
-            variant, call.queries.length, scalars.group, num_kv_blocks, num_sms
-        ),
+        backward_work.bytes_per_head(variant, call.queries.length, scalars.group),
         num_sms,
     )
     if const_expr(variant.key.mask == "full"):

@@ -5,8 +5,9 @@ query row, and dQ sums of zero. ``finish`` runs after it and rounds the sums to 
 
 Sums of dQ stay in the order of the accumulators that they come from, and every access is 16 bytes a
 thread, side by side. Where a variant's ``dq_order`` is "fragments" (``dq_shape``), for each query
-block and consumer: four floats of each of 128 threads, then the next four. Where it is "words",
-the same with one float instead of four, for additions of single floats. Where it is "rows", for
+block and consumer: four floats of each of 128 threads, then the next four. Where it is "warps", the
+same for each warp of a consumer and its 32 threads. Where it is "words", as "fragments" with one
+float instead of four, for additions of single floats. Where it is "rows", for
 32 rows each: four columns of every row, then the next four columns. Where it is "columns", for each
 query block and 32 columns: four rows of every column, then the next four rows.
 """
@@ -337,7 +338,7 @@ def finish(
     """Launches ``finish_kernel`` for every query block."""
     _, num_heads, batch = rows.lse.shape
     threads = variant.config.block_q
-    if const_expr(variant.dq_order in ("fragments", "words")):
+    if const_expr(variant.dq_order in ("fragments", "warps", "words")):
         threads = edges.WARPGROUP * variant.config.num_consumers
     elif const_expr(variant.dq_order == "columns"):
         threads = variant.key.head_dim // 2
@@ -352,7 +353,7 @@ def finish(
 def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scale: Float32):
     """Rounds dq of a query block."""
     at = row_block(variant, rows)
-    if const_expr(variant.dq_order in ("fragments", "words")):
+    if const_expr(variant.dq_order in ("fragments", "warps", "words")):
         round_fragments(variant, rows, scratch, at, scale)
     elif const_expr(variant.dq_order == "columns"):
         round_columns(variant, rows, scratch, at, scale)
@@ -360,6 +361,21 @@ def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scal
         round_rows(variant, rows, scratch, at, scale)
     if tiles.is_present(rows.sinks):
         sum_sinks(variant, rows, scratch)
+
+
+class Fours(NamedTuple):
+    """Where a thread of a consumer has its fours of dQ: the first, and from one to the next."""
+
+    first: Int32
+    step: int
+
+
+def fours_of(variant: object, number: int, thread: Int32) -> Fours:
+    """Those of ``thread``, ``number`` of them, in the consumer's part."""
+    if variant.dq_order == "warps":
+        first = thread // edges.WARP * (number * edges.WARP) + thread % edges.WARP
+        return Fours(first, edges.WARP)
+    return Fours(thread, edges.WARPGROUP)
 
 
 @cute.jit
@@ -374,16 +390,17 @@ def round_fragments(
     acc = fragments.accumulator(dq_columns)
     acc.fill(0.0)
     fours = cute.size(acc) // FLOATS
-    place = at.scratch_row * (head_dim // FLOATS) + consumer * fours * edges.WARPGROUP + thread
+    place = at.scratch_row * (head_dim // FLOATS) + consumer * fours * edges.WARPGROUP
+    own = fours_of(variant, fours, thread)
     if at.num_used > 0:
         for i in cutlass.range_constexpr(fours):
             if const_expr(variant.dq_order == "words"):
                 for j in cutlass.range_constexpr(FLOATS):
                     word = edges.WARPGROUP * j + thread
-                    from_four = place - thread + i * edges.WARPGROUP + word // FLOATS
+                    from_four = place + i * edges.WARPGROUP + word // FLOATS
                     acc[FLOATS * i + j] = scratch.dq_sum[word % FLOATS, from_four, at.head]
             else:
-                four = scratch.dq_sum[None, place + i * edges.WARPGROUP, at.head].load()
+                four = scratch.dq_sum[None, place + own.first + i * own.step, at.head].load()
                 for j in cutlass.range_constexpr(FLOATS):
                     acc[FLOATS * i + j] = four[j]
     row, column = Int32(0), consumer * dq_columns

@@ -33,9 +33,6 @@ from jax_fa.kernels.dense_mask import DenseMask
 from jax_fa.kernels.unmasked import unmasked_blocks
 from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, ceil_div, last_kv_block, q_blocks
 
-ROUNDS_PER_BAND = 2
-"""Tiles that a CTA gets of a band of heads, about."""
-
 
 class Tma(NamedTuple):
     """TMA descriptors; the last three are of a pair of CTAs, for half the columns of k, q, dout."""
@@ -341,18 +338,10 @@ def pass_turn(variant: cutlass.Constexpr, x: Any, work: Work, at: Step):
         cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
 
-def bytes_per_head(
-    variant: Any, q_len: Int32, group: Int32, num_kv_blocks: Int32, num_sms: Int32
-) -> Int32:
-    """Queries, dO and dQ sums of one key/value head, as the work order counts them.
-
-    Capped so that a band of heads gives a CTA up to ``ROUNDS_PER_BAND`` tiles: two tiles of
-    unequal length balance each other, one cannot.
-    """
+def bytes_per_head(variant: Any, q_len: Int32, group: Int32) -> Int32:
+    """Queries, dO and dQ sums of one key/value head, as the work order counts them."""
     key = variant.key
-    size_bytes = q_len * group * (2 * (key.head_dim + key.value_dim) + 4 * key.head_dim)
-    heads = cutlass.max(ROUNDS_PER_BAND * num_sms // num_kv_blocks, 1)
-    return cutlass.min(size_bytes, tiles.L2_BUDGET_BYTES // heads)
+    return q_len * group * (2 * (key.head_dim + key.value_dim) + 4 * key.head_dim)
 
 
 @cute.jit
@@ -372,4 +361,18 @@ def bulk_load(source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
                 Int32(size_bytes),
                 barrier.toint(),
             ],
+        )
+
+
+@cute.jit
+def bulk_add(source: cute.Pointer, target: cute.Pointer, size_bytes: cutlass.Constexpr[int]):
+    """Starts the addition of floats in shared memory to as many in global memory, atomically each.
+
+    Part of the bulk group of the elected lane. Called by a whole warp; addresses and size are
+    multiples of 16 bytes.
+    """
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[target.toint(), source.toint(), Int32(size_bytes)],
         )

@@ -26,16 +26,29 @@ from jax_fa.spec import division
 from jax_fa.spec.band import row_range
 
 
-def column_pair(c: Any, stats: cute.Tensor, group: int) -> cute.Tensor:
-    """The two floats of ``stats`` that belong to this thread's columns in a group of 8."""
-    place = c.first_query // 2 + c.thread % 4 + 4 * group
-    return cute.zipped_divide(stats, (2,))[None, place].load()
+def own_columns(c: Any, stats: cute.Tensor) -> cute.Tensor:
+    """(2, groups) view: the floats of ``stats`` for this thread's two columns of every group."""
+    columns = (2, 4, cute.size(stats) // 8)
+    by_group = cute.make_tensor(stats.iterator, cute.make_layout(columns, stride=(1, 2, 8)))
+    own = cute.domain_offset((0, 0, c.first_query // 8), by_group)
+    return own[None, c.thread % 4, None]
+
+
+@cute.jit
+def loaded_columns(c: Any, stats: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
+    """``own_columns`` for the columns of ``acc``, in registers."""
+    own = own_columns(c, stats)
+    groups = cute.size(fragments.by_row(acc), mode=[1]) // 2
+    loaded = cute.make_rmem_tensor((2, groups), own.element_type)
+    for group in cutlass.range_constexpr(groups):
+        cute.autovec_copy(own[None, group], loaded[None, group])
+    return loaded
 
 
 @cute.jit
 def exponentiate(
     variant: cutlass.Constexpr,
-    c: Any,
+    s: cute.Tensor,
     lse2: cute.Tensor,
     score_log2: Float32,
     p: cute.Tensor,
@@ -43,13 +56,14 @@ def exponentiate(
 ):
     """Computes P from the scores, and dP/dS of the softmax's inner score: P times the cap's slope.
 
-    Without a cap, ``p`` and ``slope`` are one tensor. Both are rounded pair by pair: floats of a
-    whole block beside dP are more than there are registers.
+    ``lse2`` is of this thread's columns: (2, groups), in shared memory or in registers. Without a
+    cap, ``p`` and ``slope`` are one tensor. Both are rounded pair by pair: floats of a whole block
+    beside dP are more than there are registers.
     """
-    by_key = fragments.by_row(c.s)
+    by_key = fragments.by_row(s)
     p_words, slope_words = (cute.recast_tensor(tensor, Int32) for tensor in (p, slope))
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
-        pair = column_pair(c, lse2, group)
+        pair = lse2[None, group].load()
         for r in cutlass.range_constexpr(fragments.ROWS):
             scores = [by_key[r, 2 * group + i] for i in range(2)]
             powers = [
@@ -61,15 +75,15 @@ def exponentiate(
             p_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
             if const_expr(variant.key.has_soft_cap):
                 # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
-                slopes = [cute.arch.fmax(1.0 - s * s, 0.0) for s in scores]
+                slopes = [cute.arch.fmax(1.0 - score * score, 0.0) for score in scores]
                 slope_words[word] = primitives.narrow_pair(
                     powers[0] * slopes[0], powers[1] * slopes[1], variant.dtype
                 )
 
 
 @cute.jit
-def differentiate(c: Any, delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
-    """Computes dS = slope (dP - delta), in place of dP.
+def differentiate(delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
+    """Computes dS = slope (dP - delta), in place of dP; ``delta`` is as ``lse2`` above.
 
     Without a cap the slope is P as dV uses it, rounded: the float32 one would occupy registers
     that the next S needs.
@@ -77,7 +91,7 @@ def differentiate(c: Any, delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tenso
     by_key = fragments.by_row(dp)
     words = cute.recast_tensor(slope, Int32)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
-        pair = column_pair(c, delta, group)
+        pair = delta[None, group].load()
         for r in cutlass.range_constexpr(fragments.ROWS):
             factors = primitives.widen(words[fragments.ROWS * group + r], slope.element_type)
             for i in cutlass.range_constexpr(2):

@@ -8,11 +8,18 @@ role walks it by itself, so no role tells another what comes next.
 * ``row_order``: the blocks of a head, then the next head: for work where all tiles cost the same.
 * ``cluster_order``: the same for clusters of CTAs that share what they sweep.
 * ``longest_first``: heads in bands whose swept sides fit the L2 cache together; in a band,
-  the last block of every head, then the one before it. Under a causal mask costs fall along this
-  order, so every second round runs backwards: the CTA with the longest tile of one round has the
-  shortest of the next (LPT scheduling; FlashAttention-4 reports 4 to 14 % from it on H200).
+  the last block of every head, then the one before it (LPT scheduling; FlashAttention-4 reports 4
+  to 14 % from it on H200). Note [Bands].
 * ``one_per_cta``: the order of ``longest_first``, one tile for each CTA of the grid, left to the
   hardware to balance: for segments, whose costs only the kernel knows.
+
+# Note [Bands]
+Under a causal mask costs fall along a band, and its last round may be empty for some CTAs. Were the
+CTAs that get the longest tiles, or one more, the same in every band, they would be late by as much
+as all bands together. So bands are equal, to a head, which leaves no small one that occupies few
+CTAs; every second round runs backwards, and so does the first one of every second band; and after
+two bands CTAs exchange their places, five eighths of them further on: multiples of 5/8 lie apart,
+however few bands there are. Most over mean work of a CTA: ``tests/test_work_order.py``.
 
 # Note [Packed heads]
 A tile of one head and few queries, down to the one of a decoding step, is nearly empty, and the
@@ -43,6 +50,10 @@ from jax_fa.spec.division import GRANULE, Packing
 L2_BUDGET_BYTES = 32 << 20
 """What the swept side of one band of heads may occupy: most of the 50 MB L2 of an H100."""
 
+ROUNDS_PER_BAND = 2
+"""Tiles that a CTA gets of a band of heads, about, whatever the cache holds: two tiles of unequal
+length balance each other, one cannot."""
+
 
 EXTREMES = Extremes(cutlass.min, cutlass.max)
 """Of traced integers, for ``band.py``."""
@@ -60,9 +71,9 @@ class Order(NamedTuple):
         heads_per_batch: heads of one batch.
         group: heads per key/value head.
         num_blocks: blocks of a head.
-        heads_per_band: heads that share the L2 cache.
-        rounds: rounds that a full band of heads takes.
-        num_slots: rounds of all bands.
+        heads_per_band: most heads of a band, which share the L2 cache.
+        num_bands: bands.
+        rounds: rounds that a band takes.
     """
 
     num_heads: Int32
@@ -70,8 +81,8 @@ class Order(NamedTuple):
     group: Int32
     num_blocks: Int32
     heads_per_band: Int32
+    num_bands: Int32
     rounds: Int32
-    num_slots: Int32
 
 
 def make_order(
@@ -85,12 +96,11 @@ def make_order(
     """The work order of ``num_heads * num_blocks`` tiles on ``num_ctas`` CTAs."""
     in_cache = L2_BUDGET_BYTES // cutlass.max(swept_bytes_per_head, 1)
     # CTAs that a band leaves idle wait for it: short heads that sweep far would run one by one.
-    heads_per_band = cutlass.min(
-        num_heads, cutlass.max(in_cache, cute.ceil_div(num_ctas, num_blocks))
-    )
+    in_rounds = cutlass.max(ROUNDS_PER_BAND * num_ctas // num_blocks, 1)
+    num_bands = cute.ceil_div(num_heads, cutlass.max(in_cache, in_rounds))
+    heads_per_band = cute.ceil_div(num_heads, num_bands)
     rounds = cute.ceil_div(heads_per_band * num_blocks, num_ctas)
-    num_slots = cute.ceil_div(num_heads, heads_per_band) * rounds
-    return Order(num_heads, heads_per_batch, group, num_blocks, heads_per_band, rounds, num_slots)
+    return Order(num_heads, heads_per_batch, group, num_blocks, heads_per_band, num_bands, rounds)
 
 
 class Grid(NamedTuple):
@@ -197,26 +207,30 @@ def cluster_order(order: Order, slot: Int32, ctas: int) -> Tile:
 def longest_first(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -> Tile:
     """The tile at position ``slot`` of this CTA's share, longest tiles first within a band.
 
-    A CTA may have no tile in the last round of a band; it then goes on to the next band. ``ctas``
+    A CTA may have no tile in the last rounds of a band; it then goes on to the next band. ``ctas``
     as for ``row_order``.
     """
     tile = _in_round(order, slot, ctas)
-    if not tile.is_valid:
-        tile = _in_round(order, slot + 1, ctas)
+    while not tile.is_valid and tile.slot < order.num_bands * order.rounds:
+        tile = _in_round(order, tile.slot + 1, ctas)
     return tile
 
 
 def _in_round(order: Order, slot: Int32, ctas: int) -> Tile:
-    clusters = _clusters(ctas)
-    turn, own, number = slot % order.rounds, clusters.own, clusters.number
-    place = turn * number + (own + turn % 2 * (number - 1 - 2 * own))
-    tile = _in_band(order, slot, slot // order.rounds, place)
-    return tile._replace(is_valid=tile.is_valid & (slot < order.num_slots))
+    """The tile at position ``slot``, if there is one: Note [Bands]."""
+    clusters, band, turn = _clusters(ctas), slot // order.rounds, slot % order.rounds
+    number = clusters.number
+    own = (clusters.own + band // 2 * (number * 5 // 8)) % number
+    place = turn * number + (own + (turn + band) % 2 * (number - 1 - 2 * own))
+    heads, larger = order.num_heads // order.num_bands, order.num_heads % order.num_bands
+    first_head = band * heads + cutlass.min(band, larger)
+    num_heads = heads + cutlass.max(cutlass.min(larger - band, 1), 0)
+    tile = _in_band(order, slot, first_head, num_heads, place)
+    return tile._replace(is_valid=tile.is_valid & (band < order.num_bands))
 
 
-def _in_band(order: Order, slot: Int32, band: Int32, place: Int32) -> Tile:
-    first_head = band * order.heads_per_band
-    num_heads = cutlass.max(cutlass.min(order.heads_per_band, order.num_heads - first_head), 1)
+def _in_band(order: Order, slot: Int32, first_head: Int32, num_heads: Int32, place: Int32) -> Tile:
+    """The tile at ``place`` in a band of ``num_heads`` heads."""
     return _tile(
         order,
         slot,
@@ -234,7 +248,9 @@ def one_per_cta(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -> 
     if slot == 0:
         own = _clusters(ctas).own
         band_size = order.heads_per_band * order.num_blocks
-        tile = _in_band(order, slot, own // band_size, own % band_size)
+        first_head = own // band_size * order.heads_per_band
+        num_heads = cutlass.min(order.heads_per_band, order.num_heads - first_head)
+        tile = _in_band(order, slot, first_head, num_heads, own % band_size)
     return tile
 
 

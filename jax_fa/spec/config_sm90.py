@@ -124,6 +124,12 @@ class HopperBackward:
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         overlaps_dp: dP is computed beside S; else once P has taken the room of S.
         looks_ahead: the bias, if any, is loaded during the products of the step before.
+        stages_dq: dQ goes through shared memory, to be added by TMA; else from registers, as in
+            deterministic runs, where the next key block would wait for TMA.
+        issues_dv_early: dV is issued before dS is handed over, to run while consumers wait for each
+            other; else behind dQ, to run while that is reduced.
+        loads_statistics: lse2 and delta of a thread's queries are loaded before it waits for S and
+            dP.
     """
 
     block_q: int
@@ -135,6 +141,9 @@ class HopperBackward:
     producer_registers: int = 24
     overlaps_dp: bool = True
     looks_ahead: bool = False
+    stages_dq: bool = False
+    issues_dv_early: bool = False
+    loads_statistics: bool = False
 
     @property
     def block_kv(self) -> int:
@@ -150,17 +159,31 @@ class HopperBackward:
 def hopper_backward(key: KernelKey) -> HopperBackward:
     """The backward configuration for ``key``.
 
-    TFLOP/s on an H200, bfloat16, at 16 x 1024 and 1 x 16384 tokens, causal; cuDNN in brackets.
+    TFLOP/s of the backward alone on an H100, bfloat16, full and causal, at 1 x 16384 tokens, D = 96
+    and 192 at 2 x 8192; alternatives that lost are in brackets, full.
     """
     if key.head_dim <= 64:
-        # Reached: 275 and 511 (203 and 418). With a bias, S, dP and its words fit for 64 rows.
+        # 526 and 507 (dV behind dQ -4 %; with dQ staged -1 %; with statistics loaded early, which
+        # spills, -10 %). With a bias, S, dP and its words fit for 64 rows.
         block_q = 64 if key.has_bias else 128
-        return HopperBackward(block_q, overlaps_dp=not key.has_soft_cap, looks_ahead=key.has_bias)
+        return HopperBackward(
+            block_q,
+            overlaps_dp=not key.has_soft_cap,
+            looks_ahead=key.has_bias,
+            issues_dv_early=True,
+        )
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
-    # D = 128 reaches 324 and 578 (247 and 515), D = 256 without splitting keys 259 and 412 (207
-    # and 373).
+    # D = 128: 621 and 577 (dV behind dQ -3 %, dQ not staged either -7 %). D = 96: 520 and 501 (dV
+    # early -3 %, dQ not staged -7 %). D = 192/128, without splitting keys: 342 and 337 (dQ staged
+    # -2 %).
+    splits_keys, is_general = key.head_dim + key.value_dim <= 256, key.mask == "general"
+    # Of a general mask, D = 128 spills 40 bytes with dQ staged, 104 with statistics loaded early.
+    has_room = key.head_dim in (96, 192) or not is_general
     return HopperBackward(
         block_q=64,
-        splits_keys=key.head_dim + key.value_dim <= 256,
+        splits_keys=splits_keys,
         overlaps_dp=not (key.has_soft_cap or key.has_bias),
+        stages_dq=splits_keys and has_room,
+        issues_dv_early=key.head_dim == 128 and has_room,
+        loads_statistics=has_room,
     )

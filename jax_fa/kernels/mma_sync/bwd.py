@@ -42,7 +42,7 @@ from jax_fa.kernels.backward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.fragment_keys import differentiate, store
+from jax_fa.kernels.fragment_keys import differentiate, own_columns, store
 from jax_fa.kernels.mma_sync import bwd_shared, products
 from jax_fa.kernels.mma_sync.bwd_part import (
     acquire_dq,
@@ -262,7 +262,7 @@ def differentiate_part(
     multiply_rows(variant, c.dv, operands_of(p), layout.dout, dout)
     dp = c.s
     multiply_columns(variant, dp, layout.v, x.smem.v, layout.dout, dout)
-    differentiate(c, x.smem.delta[None, stage], slope, dp)
+    differentiate(own_columns(c, x.smem.delta[None, stage]), slope, dp)
     primitives.narrow(dp, ds)
     put_words(variant, x, ds, c.first_query // products.COLUMNS)
     return ds

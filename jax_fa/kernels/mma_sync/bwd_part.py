@@ -9,7 +9,7 @@ from cutlass import Int32, const_expr
 
 from jax_fa.kernels import edges, fragment_bias_columns, fragments, softmax
 from jax_fa.kernels.backward_work import Step, Work, await_turn, pass_turn
-from jax_fa.kernels.fragment_keys import exponentiate, mask_block
+from jax_fa.kernels.fragment_keys import exponentiate, mask_block, own_columns
 from jax_fa.kernels.mma_sync import products
 from jax_fa.kernels.mma_sync.bwd_products import own_row
 from jax_fa.kernels.mma_sync.bwd_work import (
@@ -65,8 +65,8 @@ def exponentiate_part(
     for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
         mask_block(variant, x, anew(c), products.hidden_from(work), at)
     slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
-    lse2 = x.smem.lse2[None, stage]
-    exponentiate(variant, as_loaded(variant, c), lse2, x.scalars.score_log2, p, slope)
+    lse2 = own_columns(as_loaded(variant, c), x.smem.lse2[None, stage])
+    exponentiate(variant, c.s, lse2, x.scalars.score_log2, p, slope)
     if const_expr(variant.key.has_bias):
         fragment_bias_columns.to_slopes(variant, x, c, p, slope)
     return slope

@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from jax_fa.kernels import edges, fragments, primitives
 from jax_fa.kernels.backward_work import Step, Work, next_step
-from jax_fa.kernels.fragment_keys import differentiate, store
+from jax_fa.kernels.fragment_keys import differentiate, own_columns, store
 from jax_fa.kernels.mma_sync import products
 from jax_fa.kernels.mma_sync.bwd_part import (
     acquire_dq,
@@ -103,7 +103,7 @@ def add_part(
     if c.index != DV:
         slope = cute.make_rmem_tensor_like(rounded)
         get_words(variant, x, slope)
-        differentiate(anew(c), x.smem.delta[None, stage], slope, c.s)
+        differentiate(own_columns(anew(c), x.smem.delta[None, stage]), slope, c.s)
         primitives.narrow(c.s, rounded)
         put_words(variant, x, rounded)
     # HAZARD: dS of all warps is in shared memory.

@@ -43,17 +43,3 @@ def bulk_send(
                 Int32(rank),
             ],
         )
-
-
-@cute.jit
-def bulk_add(source: cute.Pointer, target: cute.Pointer, size_bytes: cutlass.Constexpr[int]):
-    """Starts the addition of floats in shared memory to as many in global memory, atomically each.
-
-    Part of the bulk group of the elected lane. Called by a whole warp; addresses and size are
-    multiples of 16 bytes.
-    """
-    with cute.arch.elect_one():
-        cute.arch.inline_ptx(
-            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-            read_only_args=[target.toint(), source.toint(), Int32(size_bytes)],
-        )

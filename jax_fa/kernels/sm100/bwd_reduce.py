@@ -15,13 +15,14 @@ from jax_fa.kernels.backward_work import (
     Step,
     Work,
     await_turn,
+    bulk_add,
     first_step,
     next_step,
     pass_turn,
     tile_at,
     work_on,
 )
-from jax_fa.kernels.sm100 import bwd_instructions, umma
+from jax_fa.kernels.sm100 import umma
 from jax_fa.kernels.sm100.bwd_work import BackwardContext, BackwardVariant
 from jax_fa.kernels.sm100.plan_bwd import REDUCE_STAGES, REDUCE_WARPS
 
@@ -118,7 +119,7 @@ def _reduce_tile(
         place = (rows * width + column) * (edges.WARP // backward_rows.FLOATS)
         target = sums[None, place].iterator
         size_bytes = edges.WARP * config.reduce_columns * 4
-        bwd_instructions.bulk_add(sPiece.iterator, target, size_bytes)
+        bulk_add(sPiece.iterator, target, size_bytes)
         cute.arch.cp_async_bulk_commit_group()
     if const_expr(deterministic):
         _pass_turn(variant, x, work, at)

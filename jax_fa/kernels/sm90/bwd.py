@@ -25,7 +25,7 @@ from jax_fa.kernels.backward_host import (
     backward_entry,
     backward_order,
 )
-from jax_fa.kernels.backward_rows import Scratch
+from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
 from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore, load
 from jax_fa.kernels.sm90.bwd_work import (
@@ -55,6 +55,8 @@ def kernel(
     config = variant.config
 
     p_elements = 0 if config.splits_keys else cute.cosize(layouts.ds)
+    dq_layout = cute.make_layout((FLOATS, variant.dq_fours, config.num_consumers))
+    dq_elements = cute.cosize(dq_layout) if config.stages_dq else 0
 
     @cute.struct
     class Storage:
@@ -75,6 +77,7 @@ def kernel(
         dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.dout)], 1024]
         ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.ds)], 1024]
         p: cute.struct.Align[cute.struct.MemRange[dtype, p_elements], 1024]
+        dq: cute.struct.Align[cute.struct.MemRange[Float32, dq_elements], 128]
 
     storage = SmemAllocator().allocate(Storage)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -93,6 +96,7 @@ def kernel(
         p=primitives.smem_tensor(storage.ds if config.splits_keys else storage.p, layouts.ds),
         lse2=storage.lse2.get_tensor(cute.make_layout((config.block_q, config.q_stages))),
         delta=storage.delta.get_tensor(cute.make_layout((config.block_q, config.dout_stages))),
+        dq=storage.dq.get_tensor(dq_layout) if config.stages_dq else None,
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     if const_expr(variant.is_general):

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineConsumer
 
@@ -21,6 +21,7 @@ from jax_fa.kernels.backward_work import (
     Step,
     Work,
     await_turn,
+    bulk_add,
     bulk_load,
     first_step,
     next_block,
@@ -29,7 +30,14 @@ from jax_fa.kernels.backward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.fragment_keys import differentiate, exponentiate, mask_block, store
+from jax_fa.kernels.fragment_keys import (
+    differentiate,
+    exponentiate,
+    loaded_columns,
+    mask_block,
+    own_columns,
+    store,
+)
 from jax_fa.kernels.sm90 import bwd_instructions
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardConsumer,
@@ -142,6 +150,9 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
             k_full.release()
         store(variant, x, c, work)
         tile = tile_at(variant, x, tile.slot + 1)
+    if const_expr(variant.config.stages_dq):
+        # HAZARD: the CTA may not end, and its shared memory go, before all of it has been added.
+        cute.arch.cp_async_bulk_wait_group(0)
 
 
 @cute.jit
@@ -185,9 +196,10 @@ def step(
     """Adds a query block's part of dK and dV to the accumulators, and reduces dQ to global memory.
 
     Products retire in the order of issue, so ``wait_group(n)`` leaves the n youngest running. None
-    runs across the border of two steps: ptxas would give up on asynchrony (C7514, CUDA 13.0). dQ
-    goes first, so that dV and dK run while it is reduced: reducing dQ limits this kernel (on an
-    H200, D = 128, T = 16384: 557 TFLOP/s, without it 753; dV before the barrier of dS 529).
+    runs across the border of two steps: ptxas would give up on asynchrony (C7514, CUDA 13.0). Where
+    dV does not go first, to run while consumers meet at the barrier of dS, it runs behind dQ, while
+    that is reduced: ``HopperBackward.issues_dv_early``. In a deterministic run dQ goes first, since
+    others wait for it (H100, D = 128, causal, 2 x 8192: 454 TFLOP/s, behind dV 445).
     """
     waits_for_s = not variant.config.overlaps_dp
     q, dout = pipes.q, pipes.dout
@@ -197,6 +209,7 @@ def step(
     if const_expr(variant.is_general):
         if used < variant.config.block_q:
             zero_fill(variant, c, x.smem.q[None, None, q_full.index], used)
+    lse2 = statistic(variant, c, x.smem.lse2[None, q_full.index])
     fragments.multiply(c.s_mma, c.s, c.k, c.q[None, None, None, q_full.index], False)
     dp = c.s_mma.make_fragment_C(c.s.shape)
     hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
@@ -211,20 +224,26 @@ def step(
         mask_block(variant, x, c, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
     slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
-    lse2 = x.smem.lse2[None, q_full.index]
-    exponentiate(variant, c, lse2, x.scalars.score_log2, p, slope)
+    if const_expr(not waits_for_s):
+        delta = statistic(variant, c, x.smem.delta[None, dout_full.index])
+    exponentiate(variant, c.s, lse2, x.scalars.score_log2, p, slope)
     if const_expr(variant.key.has_bias):
         fragment_bias_columns.to_slopes(variant, x, c, p, slope)
     if const_expr(waits_for_s):
         # P and slope take the room of S; there is none for dP beside that.
         dout_full = dout.wait_and_advance()
         start_dp(variant, x, c, dout_full, used, dp)
+        delta = statistic(variant, c, x.smem.delta[None, dout_full.index])
     if const_expr(not variant.config.splits_keys):
         cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, at.parity])
     warpgroup.wait_group(0)
-    differentiate(c, x.smem.delta[None, dout_full.index], slope, dp)
+    differentiate(delta, slope, dp)
     primitives.narrow(dp, ds)
     cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, at.parity])
+    early_dv = variant.config.issues_dv_early and not deterministic
+    if const_expr(early_dv):
+        dout_rows = c.dout_rows[None, None, None, dout_full.index]
+        fragments.multiply(c.dv_mma, c.dv, as_operand(variant, c.dv_mma, p), dout_rows, True)
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
     barrier = variant.plan.barrier("ds")
@@ -237,28 +256,35 @@ def step(
     else:
         p_keys = c.p_keys[None, None, None, at.parity]
         ds_keys = c.ds_keys[None, None, None, at.parity]
-    dout_rows = c.dout_rows[None, None, None, dout_full.index]
-    fragments.multiply(c.dv_mma, c.dv, p_keys, dout_rows, True)
+    if const_expr(not early_dv):
+        dout_rows = c.dout_rows[None, None, None, dout_full.index]
+        fragments.multiply(c.dv_mma, c.dv, p_keys, dout_rows, True)
     q_rows = c.q_rows[None, None, None, q_full.index]
     fragments.multiply(c.dk_mma, c.dk, ds_keys, q_rows, True)
-    warpgroup.wait_group(2)
-    if const_expr(deterministic):
-        acquired = variant.plan.barrier("dq_acquired")
-        cute.arch.barrier(barrier_id=acquired.index, number_of_threads=acquired.threads)
-    reduce_dq(variant, x, c, work, at, dq)
-    if const_expr(deterministic):
-        reduced = variant.plan.barrier("dq_reduced")
-        cute.arch.barrier_arrive(barrier_id=reduced.index, number_of_threads=reduced.threads)
+    if const_expr(early_dv):
+        warpgroup.wait_group(1)
+        dout_full.release()
+    else:
+        warpgroup.wait_group(2)
+    reduce_dq(variant, deterministic, x, c, work, at, dq)
     # Here, since products run and registers are free: dQ is gone, the next scores are to come.
     # Before the softmax D = 256 spilled, and where heads share keys full masks were slower (H200,
     # D = 128, 2 x 8192, forward and backward, ms: 32:1 heads 13.4, here 12.4; 16:16 6.50 and 6.59).
     following = next_step(variant, x, work, at)
     fetch_bias(variant, True, x, c, work, following)
-    warpgroup.wait_group(1)
-    dout_full.release()
+    if const_expr(not early_dv):
+        warpgroup.wait_group(1)
+        dout_full.release()
     warpgroup.wait_group(0)
     q_full.release()
     return Stepped(q, dout, following)
+
+
+def statistic(variant: BackwardVariant, c: BackwardConsumer, stats: cute.Tensor) -> cute.Tensor:
+    """``stats`` of this thread's columns; on their way to registers, if there is room for them."""
+    if variant.config.loads_statistics:
+        return loaded_columns(c, stats, c.s)
+    return own_columns(c, stats)
 
 
 @cute.jit
@@ -338,8 +364,36 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
         tile = tile_at(variant, x, tile.slot + 1)
 
 
+def place_of_dq(variant: BackwardVariant, c: BackwardConsumer, work: Work, at: Step) -> Int32:
+    """Where this consumer's part of a step's dQ begins in ``Scratch.dq_sum``, in fours."""
+    row = work.scratch_row + at.q_block * variant.config.block_q
+    return row * (variant.key.head_dim // backward_rows.FLOATS) + c.index * variant.dq_fours
+
+
 @cute.jit
 def reduce_dq(
+    variant: cutlass.Constexpr,
+    deterministic: cutlass.Constexpr[bool],
+    x: BackwardContext,
+    c: BackwardConsumer,
+    work: Work,
+    at: Step,
+    dq: cute.Tensor,
+):
+    """Adds this consumer's part of dQ to the sums, in a deterministic run in its turn."""
+    if const_expr(deterministic):
+        acquired, reduced = (variant.plan.barrier(name) for name in ("dq_acquired", "dq_reduced"))
+        cute.arch.barrier(barrier_id=acquired.index, number_of_threads=acquired.threads)
+        add_dq(variant, x, c, work, at, dq)
+        cute.arch.barrier_arrive(barrier_id=reduced.index, number_of_threads=reduced.threads)
+    elif const_expr(variant.config.stages_dq):
+        stage_dq(variant, x, c, work, at, dq)
+    else:
+        add_dq(variant, x, c, work, at, dq)
+
+
+@cute.jit
+def add_dq(
     variant: cutlass.Constexpr,
     x: BackwardContext,
     c: BackwardConsumer,
@@ -347,14 +401,45 @@ def reduce_dq(
     at: Step,
     dq: cute.Tensor,
 ):
-    """Adds this consumer's part of dQ to the sums, four floats at a time."""
-    row = work.scratch_row + at.q_block * variant.config.block_q
-    fours = cute.size(dq) // 4
-    place = row * (variant.key.head_dim // 4) + c.index * fours * edges.WARPGROUP + c.thread
+    """Adds a part of dQ from registers, four floats at a time."""
+    fours = cute.size(dq) // backward_rows.FLOATS
+    own = backward_rows.fours_of(variant, fours, c.thread)
+    place = place_of_dq(variant, c, work, at) + own.first
     first = backward_rows.address_of(x.scratch.dq_sum[None, place, at.head])
     for i in cutlass.range_constexpr(fours):
-        values = [dq[4 * i + j] for j in range(4)]
-        bwd_instructions.add_to_global(first + i * (edges.WARPGROUP * 16), values)
+        values = [dq[backward_rows.FLOATS * i + j] for j in range(backward_rows.FLOATS)]
+        offset = i * own.step * backward_rows.VECTOR_BYTES
+        bwd_instructions.add_to_global(first + offset, values)
+
+
+@cute.jit
+def stage_dq(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    c: BackwardConsumer,
+    work: Work,
+    at: Step,
+    dq: cute.Tensor,
+):
+    """``add_dq`` through shared memory: each warp leaves its part there, and TMA adds it."""
+    fours = cute.size(dq) // backward_rows.FLOATS
+    part = cute.arch.make_warp_uniform(c.thread // edges.WARP) * (fours * edges.WARP)
+    sPart = cute.domain_offset((0, part), x.smem.dq[None, None, c.index])
+    # HAZARD: the part of the step before must have been read before this one takes its place.
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
+    for i in cutlass.range_constexpr(fours):
+        four = cute.make_rmem_tensor((backward_rows.FLOATS,), Float32)
+        for j in cutlass.range_constexpr(backward_rows.FLOATS):
+            four[j] = dq[backward_rows.FLOATS * i + j]
+        cute.autovec_copy(four, sPart[None, i * edges.WARP + c.thread % edges.WARP])
+    # HAZARD: these stores went through the generic proxy, the addition reads through the async one.
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    place = place_of_dq(variant, c, work, at) + part
+    size_bytes = fours * edges.WARP * backward_rows.VECTOR_BYTES
+    bulk_add(sPart.iterator, x.scratch.dq_sum[None, place, at.head].iterator, size_bytes)
+    cute.arch.cp_async_bulk_commit_group()
 
 
 def make_consumer(

@@ -7,6 +7,7 @@ from cutlass import Int32
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from jax_fa.kernels import backward_rows, edges, primitives, tiles
+from jax_fa.kernels.backward_rows import FLOATS
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES
@@ -46,7 +47,7 @@ class BackwardVariant(NamedTuple):
     @property
     def dq_order(self) -> str:
         """Order of the sums of dQ (``backward_rows``)."""
-        return "fragments"
+        return "warps" if self.config.stages_dq else "fragments"
 
     @property
     def dq_shape(self) -> DqShape:
@@ -55,6 +56,12 @@ class BackwardVariant(NamedTuple):
         if config.splits_dq_rows:
             return DqShape(WGMMA_ROWS, head_dim)
         return DqShape(config.block_q, head_dim // config.num_consumers)
+
+    @property
+    def dq_fours(self) -> int:
+        """Fours of that part."""
+        rows, columns = self.dq_shape
+        return rows * columns // FLOATS
 
     @property
     def s_columns(self) -> int:
@@ -115,6 +122,7 @@ class BackwardSmem(NamedTuple):
     p: cute.Tensor  # the same; the memory of ds where consumers own keys, and unused
     lse2: cute.Tensor  # (block_q, q_stages)
     delta: cute.Tensor  # (block_q, dout_stages)
+    dq: Any  # (4, fours of a consumer's part, consumers), or None if it is not staged
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
 

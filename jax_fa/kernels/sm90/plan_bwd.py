@@ -27,6 +27,7 @@ from jax_fa.spec.config_sm90 import HopperBackward
 from jax_fa.spec.key import KernelKey
 
 STAT_BYTES = 4
+SUM_BYTES = 4
 DS_STAGES = 2
 """Passing the barrier ``ds`` of one step means that every consumer's dQ of the step before has
 retired, so with two buffers dS may be written without asking."""
@@ -61,6 +62,7 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
             Buffer("dout", dout_bytes * dout_stages),
             Buffer("ds", ds_bytes * DS_STAGES),
             Buffer("p", 0 if config.splits_keys else ds_bytes * DS_STAGES),
+            Buffer("dq", config.block_q * key.head_dim * SUM_BYTES if config.stages_dq else 0),
             Buffer("lse2", stat_bytes * q_stages),
             Buffer("delta", stat_bytes * dout_stages),
         ),
