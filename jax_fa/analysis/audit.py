@@ -22,7 +22,7 @@ from jax_fa.spec import config
 from jax_fa.spec.arch import MMA, Operation
 from jax_fa.spec.band import Band
 from jax_fa.spec.config_mma_sync import MmaSyncBackward
-from jax_fa.spec.config_sm90 import HopperBackward
+from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.problem import Problem, Semantics
 from jax_fa.spec.variants import Variant

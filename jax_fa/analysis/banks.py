@@ -27,7 +27,8 @@ from jax_fa.spec.config_mma_sync import (
     MmaSyncBiasGradient,
     MmaSyncForward,
 )
-from jax_fa.spec.config_sm90 import HopperBackward, HopperForward
+from jax_fa.spec.config_sm90 import HopperForward
+from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.config_sm100 import BlackwellBackward, BlackwellForward
 from jax_fa.spec.key import KernelKey

@@ -150,6 +150,13 @@ def forward_granules(
     return forward_work.Granules(loads.atom, loads.array)
 
 
+LONG_KEYS = 1 << 16
+"""Keys from which tiles take so long that a CTA for each costs nothing (H100, 32:8 heads of 128,
+causal, 65536 keys 51.4 and 51.6 ms; 32768 keys 12.7 and 13.0), and what runs beside the kernel
+finds room. While CTAs hold all multiprocessors, an exchange of devices that starts late waits, and
+where it started first it keeps CTAs out as long: kernels of 12 ms took 24 (two H100s)."""
+
+
 @cute.jit
 def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None) -> tiles.Grid:
     """The work order of a forward; units of a ``Packing``, if any, count as query heads."""
@@ -172,6 +179,9 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = 
     num_tiles = tiles.num_tiles(order, ctas)
     if const_expr(config.is_persistent):
         num_ctas = cutlass.min(num_ctas, num_tiles)
+        if const_expr(ctas == 1 and key.mask != "general"):
+            if call.keys.length >= LONG_KEYS:
+                num_ctas = num_tiles
     else:
         num_ctas = num_tiles
     if const_expr(variant.is_general):

@@ -121,6 +121,8 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
         tile = tiles.row_order(x.order, slot)
     elif const_expr(variant.key.mask == "causal"):
         tile = tiles.longest_first(x.order, slot)
+        if tiles.are_as_many_as_ctas(x.order):
+            tile = tiles.one_per_cta(x.order, slot)
     else:
         tile = tiles.longest_first(x.order, slot)
         if dense_mask.narrows(x.scalars):

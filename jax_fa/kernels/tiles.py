@@ -178,6 +178,11 @@ def num_tiles(order: Order, ctas: int = 1) -> Int32:
     return order.num_heads // order.group * _tiles_of_group(order, ctas)
 
 
+def are_as_many_as_ctas(order: Order) -> Boolean:
+    """Whether the grid has a CTA for each tile."""
+    return _clusters(1).number == order.num_heads * order.num_blocks
+
+
 def _tiles_of_group(order: Order, ctas: int) -> Int32:
     """Tiles of the heads of a key/value head, filled up to whole clusters."""
     return cute.ceil_div(order.group * order.num_blocks, ctas) * ctas

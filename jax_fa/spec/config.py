@@ -15,7 +15,8 @@ from jax_fa.spec.config_mma_sync import (
     mma_sync_bias_gradient,
     mma_sync_forward,
 )
-from jax_fa.spec.config_sm90 import HopperBackward, HopperForward, hopper_backward, hopper_forward
+from jax_fa.spec.config_sm90 import HopperForward, hopper_forward
+from jax_fa.spec.config_sm90_bwd import HopperBackward, hopper_backward
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient, hopper_bias_gradient
 from jax_fa.spec.config_sm100 import (
     BlackwellBackward,

@@ -1,4 +1,4 @@
-"""What is fixed about Hopper's kernels at compile time because it is fast.
+"""What is fixed about Hopper's forward kernels at compile time because it is fast.
 
 Tiles, stages, registers. Each row carries the measurement behind it.
 """
@@ -105,85 +105,4 @@ def _forward_with_bias(key: KernelKey) -> HopperForward:
     block_kv = {64: 96, 96: 80, 128: 80, 192: 80, 256: 48}[key.head_dim]
     return HopperForward(
         block_kv, num_consumers=2, is_persistent=key.head_dim <= 192, consumer_registers=240
-    )
-
-
-@dataclass(frozen=True)
-class HopperBackward:
-    """A backward kernel's tile and resources.
-
-    Attributes:
-        block_q: query rows per step.
-        splits_keys: consumers own 64 keys each, and hand P and dS on in registers. Else all work
-            on the same 64 keys: each computes the scores of a share of the queries, passes P and
-            dS on through shared memory, and owns a share of the columns of dK and dV.
-        num_consumers: warpgroups.
-        q_stages: depth of the ring of query tiles.
-        dout_stages: depth of the ring of dO tiles.
-        consumer_registers: per thread of a consumer, multiple of 8.
-        producer_registers: per thread of the producer warpgroup, multiple of 8.
-        overlaps_dp: dP is computed beside S; else once P has taken the room of S.
-        looks_ahead: the bias, if any, is loaded during the products of the step before.
-        stages_dq: dQ goes through shared memory, to be added by TMA; else from registers, as in
-            deterministic runs, where the next key block would wait for TMA.
-        issues_dv_early: dV is issued before dS is handed over, to run while consumers wait for each
-            other; else behind dQ, to run while that is reduced.
-        loads_statistics: lse2 and delta of a thread's queries are loaded before it waits for S and
-            dP.
-    """
-
-    block_q: int
-    splits_keys: bool = True
-    num_consumers: int = 2
-    q_stages: int = 2
-    dout_stages: int = 2
-    consumer_registers: int = 240
-    producer_registers: int = 24
-    overlaps_dp: bool = True
-    looks_ahead: bool = False
-    stages_dq: bool = False
-    issues_dv_early: bool = False
-    loads_statistics: bool = False
-
-    @property
-    def block_kv(self) -> int:
-        """Keys of one tile."""
-        return 64 * self.num_consumers if self.splits_keys else 64
-
-    @property
-    def splits_dq_rows(self) -> bool:
-        """True if each consumer computes 64 rows of dQ; else each has some columns of all rows."""
-        return self.block_q == 64 * self.num_consumers
-
-
-def hopper_backward(key: KernelKey) -> HopperBackward:
-    """The backward configuration for ``key``.
-
-    TFLOP/s of the backward alone on an H100, bfloat16, full and causal, at 1 x 16384 tokens, D = 96
-    and 192 at 2 x 8192; alternatives that lost are in brackets, full.
-    """
-    if key.head_dim <= 64:
-        # 526 and 507 (dV behind dQ -4 %; with dQ staged -1 %; with statistics loaded early, which
-        # spills, -10 %). With a bias, S, dP and its words fit for 64 rows.
-        block_q = 64 if key.has_bias else 128
-        return HopperBackward(
-            block_q,
-            overlaps_dp=not key.has_soft_cap,
-            looks_ahead=key.has_bias,
-            issues_dv_early=True,
-        )
-    # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
-    # D = 128: 621 and 577 (dV behind dQ -3 %, dQ not staged either -7 %). D = 96: 520 and 501 (dV
-    # early -3 %, dQ not staged -7 %). D = 192/128, without splitting keys: 342 and 337 (dQ staged
-    # -2 %).
-    splits_keys, is_general = key.head_dim + key.value_dim <= 256, key.mask == "general"
-    # Of a general mask, D = 128 spills 40 bytes with dQ staged, 104 with statistics loaded early.
-    has_room = key.head_dim in (96, 192) or not is_general
-    return HopperBackward(
-        block_q=64,
-        splits_keys=splits_keys,
-        overlaps_dp=not (key.has_soft_cap or key.has_bias),
-        stages_dq=splits_keys and has_room,
-        issues_dv_early=key.head_dim == 128 and has_room,
-        loads_statistics=has_room,
     )

@@ -37,7 +37,7 @@ from jax_fa.kernels.sm90.bwd_work import (
 )
 from jax_fa.kernels.sm90.plan_bwd import backward_plan
 from jax_fa.spec import division
-from jax_fa.spec.config_sm90 import HopperBackward
+from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
 
 

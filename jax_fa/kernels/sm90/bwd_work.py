@@ -11,7 +11,7 @@ from jax_fa.kernels.backward_rows import FLOATS
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES
-from jax_fa.spec.config_sm90 import HopperBackward
+from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
 
 

@@ -23,7 +23,7 @@ from jax_fa.kernels.edges import (
     check,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
-from jax_fa.spec.config_sm90 import HopperBackward
+from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
 
 STAT_BYTES = 4
