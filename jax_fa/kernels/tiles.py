@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from jax_fa.kernels import edges
+from jax_fa.kernels import edges, primitives
 from jax_fa.spec.band import MAX_OFFSET, Extremes
 from jax_fa.spec.division import GRANULE, Packing
 
@@ -223,11 +223,13 @@ def longest_first(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -
 
 def _in_round(order: Order, slot: Int32, ctas: int) -> Tile:
     """The tile at position ``slot``, if there is one: Note [Bands]."""
-    clusters, band, turn = _clusters(ctas), slot // order.rounds, slot % order.rounds
-    number = clusters.number
+    # Opaque: what follows from these would be kept in registers from tile to tile.
+    rounds, num_bands = primitives.opaque(order.rounds), primitives.opaque(order.num_bands)
+    clusters, band, turn = _clusters(ctas), slot // rounds, slot % rounds
+    number = primitives.opaque(clusters.number)
     own = (clusters.own + band // 2 * (number * 5 // 8)) % number
     place = turn * number + (own + (turn + band) % 2 * (number - 1 - 2 * own))
-    heads, larger = order.num_heads // order.num_bands, order.num_heads % order.num_bands
+    heads, larger = order.num_heads // num_bands, order.num_heads % num_bands
     first_head = band * heads + cutlass.min(band, larger)
     num_heads = heads + cutlass.max(cutlass.min(larger - band, 1), 0)
     tile = _in_band(order, slot, first_head, num_heads, place)
