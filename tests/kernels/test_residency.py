@@ -1,16 +1,20 @@
 """GPUs that do not hold all CTAs of a launch at a time, as beside the kernels of others."""
 
 from dataclasses import replace
+from typing import Any
 
+import jax
 import pytest
 from helpers.cases import Case
 from helpers.harness import data, inputs_for, wanted
 from helpers.oracle import Results, assert_close
 
+from jax_fa.emulator import Launch
 from jax_fa.runtime import bindings
 from jax_fa.runtime.dispatch import Emulation
 from jax_fa.runtime.emulation import Call, execute
-from jax_fa.spec.problem import Problem
+from jax_fa.spec.config import choose_forward
+from jax_fa.spec.problem import Operands, Problem
 from jax_fa.spec.variants import BY_NAME
 
 CLUSTERS = 2
@@ -38,3 +42,22 @@ def test_a_head_of_more_key_blocks_than_clusters_waits_for_none_that_cannot_star
     results, _ = execute(Call("bwd", problem, settings), inputs_for(variant, case))
     got = Results(**{**dict.fromkeys(Results._fields), **results})
     assert_close(got, wanted(case, "bfloat16"), "bfloat16")
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize(("length", "is_long"), [(65408, False), (65536, True)])
+def test_tiles_over_many_keys_have_a_cta_each(length, is_long, mask):
+    """So that an exchange between devices beside the kernel need not wait for its end."""
+    name = f"fwd_sm90_bf16_d64_{mask}"
+    if name not in bindings.compiled():
+        pytest.skip(f"this build lacks {name}")
+    array = jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16")
+    semantics = Case("long", is_causal=mask == "causal").semantics
+    problem = Problem.of(Operands(array, array, array), semantics)
+    names = ("q", "k", "v", "out", "lse")
+    addresses: dict[str, Any] = {name: (i + 1) << 32 for i, name in enumerate(names)}
+    fields = {**addresses, "kernel": name.removeprefix("fwd_sm90_"), "num_splits": 1}
+    recorded = bindings.record("fwd", problem, Emulation("sm90", num_sms=CLUSTERS), fields)
+    (launch,) = map(Launch.from_record, recorded["launches"])
+    tiles = 2 * -(-length // choose_forward(BY_NAME[name].key).block_q)
+    assert launch.grid[0] == (tiles if is_long else CLUSTERS)
