@@ -60,14 +60,17 @@ def pairwise(shape):
     return P(*(None if n == 1 else side for n, side in zip(shape, sides, strict=True)))
 
 
+def specs_of(names):
+    """Of arrays by name; where no bias or mask is among them, names are enough."""
+    return {name: SPEC[name] if name in SPEC else pairwise(names[name].shape) for name in names}
+
+
 def program(mesh, names, check_vma=True, attend=parallel.attention_with_lse, **options):
     """``attend`` on whole arrays by name, split over the mesh; ``names`` may hold the arrays."""
     return jax.shard_map(
         lambda arrays: attend(**arrays, **options),
         mesh=mesh,
-        in_specs=(
-            {name: SPEC[name] if name in SPEC else pairwise(names[name].shape) for name in names},
-        ),
+        in_specs=(specs_of(names),),
         out_specs=OUT_SPECS,
         check_vma=check_vma,
     )
@@ -131,6 +134,23 @@ OTHERS = (
     of_len("segments", is_causal=True, segments=(documents(30, 3, 31), documents(30, 3, 31))),
     of_len("offset", q_len=32, kv_len=128, is_causal=True, q_offset=(90, 60)),
 )
+MASKS = (
+    of_len("mask", dense=Dense("random"), has_sinks=True),
+    of_len("mask_per_head_and_causal", dense=Dense("window", "NTS"), is_causal=True),
+    of_len("mask_of_keys", kv_len=80, dense=Dense("random", "S"), window=(40, 9)),
+    of_len("mask_of_rows", dense=Dense("halves", "NT")),
+    of_len("mask_of_one_row_a_device", q_len=4, kv_len=64, dense=Dense("random", "NTS")),
+    of_len("mask_per_sequence", kv_len=48, dense=Dense("random", "BTS"), q_offset=(3, 1)),
+)
+BIASES = (
+    of_len("bias", bias=Bias()),
+    of_len("bias_and_causal", bias=Bias("distance", "BNTS"), is_causal=True),
+    of_len("bias_of_keys", kv_len=80, bias=Bias(dims="S"), is_causal=True, has_sinks=True),
+    of_len("bias_of_rows", bias=Bias(dims="BT"), window=(30, 5)),
+    of_len("bias_of_one_row_a_device", q_len=4, kv_len=64, bias=Bias(dims="TS")),
+    of_len("bias_of_heads", bias=Bias(dims="N"), dense=Dense("random", "TS")),
+)
+PAIRS = replace(EVERYTHING, name="pairs", bias=Bias("holes", "TS"), dense=Dense("random", "BNTS"))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -286,8 +306,12 @@ def test_axes_in_another_order_than_those_of_the_mesh(strategy, window):
 
 @pytest.mark.parametrize(
     ("case", "shape"),
-    [(replace(CAUSAL, kv_heads=2, heads=4), (4, 2, 1)), (EVERYTHING, (2, 2, 2))],
-    ids=["gathered", "exchanged"],
+    [
+        (replace(CAUSAL, kv_heads=2, heads=4), (4, 2, 1)),
+        (EVERYTHING, (2, 2, 2)),
+        (PAIRS, (2, 2, 2)),
+    ],
+    ids=["gathered", "exchanged", "mask and bias"],
 )
 def test_explicit_sharding_of_tokens_needs_no_other_call(case, shape):
     arrays, options = arrays_and_options(case)
@@ -296,7 +320,8 @@ def test_explicit_sharding_of_tokens_needs_no_other_call(case, shape):
     attend = partial(results, lambda x: jax_fa.attention_with_lse(**x, **options))
     cotangents = tuple(map(jnp.asarray, make(case, "float32").cotangents))
     with jax.set_mesh(mesh):
-        placed = {name: jax.device_put(x, SPEC[name]) for name, x in arrays.items()}
+        specs = specs_of(arrays)
+        placed = {name: jax.device_put(x, specs[name]) for name, x in arrays.items()}
         cotangents = jax.device_put(cotangents, OUT_SPECS)
         program = jax.jit(attend).lower(placed, cotangents).compile()
         (out, lse), grads = program(placed, cotangents)
@@ -402,24 +427,6 @@ def assert_as_alone(attend, alone, arrays):
 
 
 # --------------------------------------------------------------------------------- masks and biases
-
-MASKS = (
-    of_len("mask", dense=Dense("random"), has_sinks=True),
-    of_len("mask_per_head_and_causal", dense=Dense("window", "NTS"), is_causal=True),
-    of_len("mask_of_keys", kv_len=80, dense=Dense("random", "S"), window=(40, 9)),
-    of_len("mask_of_rows", dense=Dense("halves", "NT")),
-    of_len("mask_of_one_row_a_device", q_len=4, kv_len=64, dense=Dense("random", "NTS")),
-    of_len("mask_per_sequence", kv_len=48, dense=Dense("random", "BTS"), q_offset=(3, 1)),
-)
-BIASES = (
-    of_len("bias", bias=Bias()),
-    of_len("bias_and_causal", bias=Bias("distance", "BNTS"), is_causal=True),
-    of_len("bias_of_keys", kv_len=80, bias=Bias(dims="S"), is_causal=True, has_sinks=True),
-    of_len("bias_of_rows", bias=Bias(dims="BT"), window=(30, 5)),
-    of_len("bias_of_one_row_a_device", q_len=4, kv_len=64, bias=Bias(dims="TS")),
-    of_len("bias_of_heads", bias=Bias(dims="N"), dense=Dense("random", "TS")),
-)
-PAIRS = replace(EVERYTHING, name="pairs", bias=Bias("holes", "TS"), dense=Dense("random", "BNTS"))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

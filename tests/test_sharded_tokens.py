@@ -31,8 +31,8 @@ from test_parallel import (
     mesh_of,
     named,
     of_len,
-    pairwise,
     results,
+    specs_of,
 )
 
 import jax_fa
@@ -45,11 +45,9 @@ GATHERED = {"heads": 8, "kv_heads": 2}
 """Heads that no axis of four or eight devices divides, so that keys are gathered."""
 
 
-def place(arrays, mesh, specs=SPEC):
-    given = {
-        name: specs[name] if name in specs else pairwise(x.shape) for name, x in arrays.items()
-    }
-    return {name: jax.device_put(x, NamedSharding(mesh, given[name])) for name, x in arrays.items()}
+def place(arrays, mesh, specs=None):
+    specs = specs or specs_of(arrays)
+    return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
 
 
 def check(case, mesh, dtype="float32"):
