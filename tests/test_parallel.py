@@ -429,16 +429,16 @@ def assert_as_alone(attend, alone, arrays):
 def test_mask_functions_of_packed_sequences():
     case = PACKED[0]
     x = make(case, "float32").operands
-    how = {"mask_mod": mask_mods.chunked(12), "is_causal": True}
-    borders = (x.cu_seqlens_q, x.cu_seqlens_k)
-    given = tuple(map(jnp.asarray, (x.q[0], x.k[0], x.v[0])))
+    how: dict[str, Any] = {"mask_mod": mask_mods.chunked(12), "is_causal": True}
+    how |= {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+    given: Any = tuple(map(jnp.asarray, (x.q[0], x.k[0], x.v[0])))
     attend = jax.shard_map(
-        lambda *qkv: parallel.attention_varlen(*qkv, *borders, **how),
+        lambda q, k, v: parallel.attention_varlen(q, k, v, **how),
         mesh=mesh_of(4),
         in_specs=P("context"),
         out_specs=P("context"),
     )
-    want = jax_fa.attention_varlen(*given, *borders, **how)
+    want = jax_fa.attention_varlen(*given, **how)
     np.testing.assert_allclose(jax.jit(attend)(*given), want, rtol=1e-5, atol=1e-5)
 
 

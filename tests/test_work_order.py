@@ -104,7 +104,7 @@ class Orders:
             shape.heads, shape.heads, 1, shape.num_blocks, shape.bytes_per_head, shape.num_ctas
         )
         self.num_ctas = min(shape.num_ctas, shape.num_tiles)
-        found = []
+        found: list[list[tuple[int, int]]] = []
         for cta in range(self.num_ctas):
             self.cta = cta
             found.append([])
@@ -123,7 +123,7 @@ def excess(shape, lists):
 
 def check_random_shapes():
     draw = random.Random(0)
-    found = {}
+    found: dict[str, list[float]] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         orders = Orders(monkeypatch)
         for _ in range(SHAPES):

@@ -105,12 +105,12 @@ def test_masks_and_biases_that_gpus_share(has_bias, strategy):
     bias = jnp.asarray(rng.standard_normal((1, HEADS["query"], LENGTH, LENGTH)), jnp.bfloat16)
     rows = jax.P(None, None, "context")
 
-    def attend(q, k, v, mask, *bias):
+    def attend(q, k, v, mask, bias=None):
         how = {"is_causal": True, "strategy": strategy}
-        return jax_fa.parallel.attention_with_lse(q, k, v, *bias, mask=mask, **how)
+        return jax_fa.parallel.attention_with_lse(q, k, v, bias, mask, **how)
 
-    def alone(q, k, v, *bias):
-        return jax_fa.attention_with_lse(q, k, v, *bias, mask=mask, is_causal=True)
+    def alone(q, k, v, bias=None):
+        return jax_fa.attention_with_lse(q, k, v, bias, mask, is_causal=True)
 
     given = (bias,) if has_bias else ()
     specs = (SPEC, SPEC, SPEC, rows, *[rows] * len(given))
