@@ -374,7 +374,7 @@ def test_explain_inside_shard_map_names_strategy_and_kernels(
         found.append(jax_fa.parallel.explain(q, q, q, **given))
         return q
 
-    q = jax.ShapeDtypeStruct((2, 64, 8, 64), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((64, 1024, 8, 64), jnp.bfloat16)
     spec = P(None, "context")
     jax.eval_shape(jax.shard_map(inside, mesh=mesh_of(8), in_specs=spec, out_specs=spec), q)
     (explained,) = found
