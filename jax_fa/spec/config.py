@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 from jax_fa.spec.arch import Operation, arch_of_target
 from jax_fa.spec.config_mma_sync import (
@@ -55,7 +57,8 @@ def choose_forward(key: KernelKey) -> ForwardConfig:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
     folder = _folder(key, "fwd")
-    return few_queries(key) if key.is_few else _FORWARDS[folder](key)
+    chosen = few_queries(key) if key.is_few else _FORWARDS[folder](key)
+    return _at_its_level(chosen, key, "fwd")
 
 
 def choose_backward(key: KernelKey) -> BackwardConfig:
@@ -64,7 +67,7 @@ def choose_backward(key: KernelKey) -> BackwardConfig:
     Raises:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
-    return _BACKWARDS[_folder(key, "bwd")](key)
+    return _at_its_level(_BACKWARDS[_folder(key, "bwd")](key), key, "bwd")
 
 
 def choose_dbias(key: KernelKey) -> BiasGradientConfig:
@@ -74,6 +77,24 @@ def choose_dbias(key: KernelKey) -> BiasGradientConfig:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
     return _BIAS_GRADIENTS[_folder(key, "dbias")](key)
+
+
+_LOWER_LEVEL = {
+    ("sm_120", "fwd", "d128_general_split"),
+    ("sm_120", "bwd", "d128_causal"),
+}
+"""Kernels of which 56 and 8 bytes spill at the compiler's highest level (DSL 4.8.1): target,
+operation, and name without the element type."""
+
+Chosen = TypeVar("Chosen", ForwardConfig, BackwardConfig)
+
+
+def _at_its_level(chosen: Chosen, key: KernelKey, operation: Operation) -> Chosen:
+    """The configuration, at a lower level of optimisation where the highest one spills."""
+    _, _, name = stem(key).partition("_")
+    if (key.arch, operation, name) not in _LOWER_LEVEL:
+        return chosen
+    return cast(Chosen, replace(cast(Any, chosen), opt_level=1))
 
 
 _FORWARDS: dict[str, Callable[[KernelKey], ForwardConfig]] = {
