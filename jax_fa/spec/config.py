@@ -82,8 +82,9 @@ def choose_dbias(key: KernelKey) -> BiasGradientConfig:
 _LOWER_LEVEL = {
     ("sm_120", "fwd", "d128_general_split"),
     ("sm_120", "bwd", "d128_causal"),
+    ("sm_120", "bwd", "d192v128_causal"),
 }
-"""Kernels of which 56 and 8 bytes spill at the compiler's highest level (DSL 4.8.1): target,
+"""Kernels of which 56, 8 and 8 bytes spill at the compiler's highest level (DSL 4.8.1): target,
 operation, and name without the element type."""
 
 Chosen = TypeVar("Chosen", ForwardConfig, BackwardConfig)
