@@ -58,7 +58,7 @@ def choose_forward(key: KernelKey) -> ForwardConfig:
     """
     folder = _folder(key, "fwd")
     chosen = few_queries(key) if key.is_few else _FORWARDS[folder](key)
-    return _at_its_level(chosen, key, "fwd")
+    return _without_spills(chosen, key, "fwd")
 
 
 def choose_backward(key: KernelKey) -> BackwardConfig:
@@ -67,7 +67,7 @@ def choose_backward(key: KernelKey) -> BackwardConfig:
     Raises:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
-    return _at_its_level(_BACKWARDS[_folder(key, "bwd")](key), key, "bwd")
+    return _without_spills(_BACKWARDS[_folder(key, "bwd")](key), key, "bwd")
 
 
 def choose_dbias(key: KernelKey) -> BiasGradientConfig:
@@ -79,23 +79,22 @@ def choose_dbias(key: KernelKey) -> BiasGradientConfig:
     return _BIAS_GRADIENTS[_folder(key, "dbias")](key)
 
 
-_LOWER_LEVEL = {
-    ("sm_120", "fwd", "d128_general_split"),
-    ("sm_120", "bwd", "d128_causal"),
-    ("sm_120", "bwd", "d192v128_causal"),
+_WITHOUT_SPILLS: dict[tuple[str, Operation, str], dict[str, int]] = {
+    ("sm_120", "fwd", "d128_general_split"): {"opt_level": 1},
+    ("sm_120", "bwd", "d128_causal"): {"opt_level": 1},
+    ("sm_120", "bwd", "d192v128_causal"): {"parts": 4},
 }
-"""Kernels of which 56, 8 and 8 bytes spill at the compiler's highest level (DSL 4.8.1): target,
+"""What is otherwise for kernels of which 56, 8 and 8 bytes would spill (DSL 4.8.1), by target,
 operation, and name without the element type."""
 
 Chosen = TypeVar("Chosen", ForwardConfig, BackwardConfig)
 
 
-def _at_its_level(chosen: Chosen, key: KernelKey, operation: Operation) -> Chosen:
-    """The configuration, at a lower level of optimisation where the highest one spills."""
+def _without_spills(chosen: Chosen, key: KernelKey, operation: Operation) -> Chosen:
+    """The configuration, with what keeps a kernel from spilling."""
     _, _, name = stem(key).partition("_")
-    if (key.arch, operation, name) not in _LOWER_LEVEL:
-        return chosen
-    return cast(Chosen, replace(cast(Any, chosen), opt_level=1))
+    changes: Any = _WITHOUT_SPILLS.get((key.arch, operation, name), {})
+    return cast(Chosen, replace(cast(Any, chosen), **changes))
 
 
 _FORWARDS: dict[str, Callable[[KernelKey], ForwardConfig]] = {
