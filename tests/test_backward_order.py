@@ -42,6 +42,7 @@ class Grid:
         for module in (backward_host, backward_work, tiles):
             monkeypatch.setattr(module, "Int32", int)
         monkeypatch.setattr(tiles, "Boolean", bool)
+        monkeypatch.setattr(primitives, "opaque", int)
         monkeypatch.setattr(tiles, "is_present", Present)
         for name in ("longest_first", "one_per_cta"):
             monkeypatch.setattr(tiles, name, getattr(tiles, name).__wrapped__)

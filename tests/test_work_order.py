@@ -91,10 +91,11 @@ class Orders:
     """``tiles.make_order`` and ``tiles.longest_first`` on ints."""
 
     def __init__(self, monkeypatch):
-        from jax_fa.kernels import tiles
+        from jax_fa.kernels import primitives, tiles
 
         self.cta = self.num_ctas = 0
         monkeypatch.setattr(tiles, "Int32", int)
+        monkeypatch.setattr(primitives, "opaque", int)
         monkeypatch.setattr(tiles, "_clusters", lambda _: tiles.Clusters(self.cta, self.num_ctas))
         self.make_order, self.tile_at = tiles.make_order, tiles.longest_first.__wrapped__
 
