@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -75,3 +76,38 @@ def _shapes_are_checked():
 
     with shapes.checked():
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _launches_are_remembered(request):
+    """Those of ``implementation="emulated"``, where a folder for them is given."""
+    from helpers.remembered import FOLDER, Remembered
+
+    if not FOLDER:
+        yield
+        return
+    memory = Remembered(Path(FOLDER))
+    memory.prune()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("jax_fa.emulator.emulate", memory)
+        yield
+    output = getattr(request.config, "workeroutput", None)
+    if output is not None:
+        output["launches"] = dict(memory.counts)
+
+
+_launches = pytest.StashKey[dict[str, int]]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    counts = node.config.stash.setdefault(_launches, {})
+    for what, count in getattr(node, "workeroutput", {}).get("launches", {}).items():
+        counts[what] = counts.get(what, 0) + count
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    counts = config.stash.get(_launches, {})
+    if counts:
+        words = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+        terminalreporter.write_line(f"emulated launches: {words}")

@@ -86,9 +86,10 @@ class Memory:
         self._bases.insert(index, address)
         return address
 
-    def contents(self) -> list[np.ndarray]:
-        """The bytes of every region."""
-        return [region.data for region in self._regions]
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Every registered array, by address."""
+        return tuple(self._regions)
 
     def region(self, low: int, high: int) -> Region:
         """The region that holds [low, high).

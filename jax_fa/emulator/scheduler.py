@@ -176,9 +176,10 @@ class Scheduler(Machine):
 
     def _memory_digest(self) -> int:
         """A checksum of global memory and of the shared memory of all resident CTAs."""
+        memory = (region.data for region in self.memory.regions)
         shared = (cta.shared.data for cluster in self.resident for cta in cluster.ctas)
         digest = 0
-        for data in (*self.memory.contents(), *shared):
+        for data in (*memory, *shared):
             digest = zlib.crc32(data, digest)
         return digest
 

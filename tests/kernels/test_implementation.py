@@ -9,7 +9,7 @@ from helpers.harness import data, public, wanted
 from helpers.oracle import Results, assert_close
 
 import jax_fa
-from jax_fa.emulator import EmulationError
+from jax_fa.emulator import EmulationError, emulate
 from jax_fa.runtime import bindings, emulation
 from jax_fa.runtime.dispatch import Emulation
 from jax_fa.spec import variants
@@ -131,7 +131,8 @@ def test_explain_names_kernel_and_architecture(arch):
     )
 
 
-def test_equal_settings_give_equal_bits(arch):
+def test_equal_settings_give_equal_bits(arch, monkeypatch):
+    monkeypatch.setattr("jax_fa.emulator.emulate", emulate)
     x = data(CASE, "bfloat16").operands
     call = emulation.Call("fwd", Problem.of(x, CASE.semantics), Emulation(arch, seed=5))
     inputs = {"q": x.q, "k": x.k, "v": x.v}

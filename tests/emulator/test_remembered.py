@@ -1,0 +1,104 @@
+"""A launch is remembered if nothing differs that it depends on, and only then."""
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.ptx_kernels import kernel
+from helpers.remembered import Remembered
+
+from jax_fa.emulator import EmulationError, Launch, Memory, Options, emulate
+
+# Takes x to y, 32 words; of its parameters it leaves one, and the last bytes of another, unread.
+BODY = """
+  .reg .b64 %from, %to;
+  .reg .b32 %value, %more;
+  mad.wide.u32 %from, %tid, 4, %x;
+  mad.wide.u32 %to, %tid, 4, %y;
+  ld.global.u32 %value, [%from];
+  ld.param.u32 %more, [p_more];
+  add.u32 %value, %value, %more;
+  st.global.u32 [%to], %value;
+"""
+PTX = (
+    kernel(BODY, ["x", "y", "more", "unread"])
+    .replace("  .reg .b64 %more;\n  ld.param.u64 %more, [p_more];\n", "")
+    .replace("  .reg .b64 %unread;\n  ld.param.u64 %unread, [p_unread];\n", "")
+)
+FAULTY = PTX.replace("st.global.u32 [%to]", "st.global.u32 [%to+4]")
+
+
+class Run:
+    """Two arrays, and a launch over them."""
+
+    def __init__(self, text=PTX, x=1, more=5, unread=7, tail=0):
+        self.text, self.memory = text, Memory()
+        self.x, self.y = np.full(32, x, np.uint32), np.zeros(32, np.uint32)
+        addresses = [self.memory.add(*named) for named in (("x", self.x), ("y", self.y))]
+        words = [struct.pack("<Q", value) for value in (*addresses, more + (tail << 32), unread)]
+        self.launch = Launch((1, 1, 1), (32, 1, 1), tuple(words), kernel="test")
+
+    def by(self, run, seed=0, options=None, **changes):
+        launch = replace(self.launch, **changes)
+        return run(self.text, launch, self.memory, seed=seed, options=options)
+
+
+@pytest.fixture
+def remembered(tmp_path):
+    found = Remembered(tmp_path / "launches")
+    Run().by(found)
+    assert found.counts == {"run": 1}
+    return found
+
+
+@pytest.mark.parametrize(
+    "run",
+    [Run(), Run(unread=8), Run(tail=9), Run(PTX.replace("test", "other_name"))],
+    ids=["equal", "parameter unread", "bytes unread", "name"],
+)
+def test_equal_launch_is_not_run_again(remembered, run):
+    name = "other_name" if "other_name" in run.text else "test"
+    report = run.by(remembered, kernel=name)
+    assert remembered.counts == {"run": 1, "remembered": 1}
+    np.testing.assert_array_equal(run.y, np.full(32, 6))
+    assert report == Run().by(emulate)
+
+
+@pytest.mark.parametrize(
+    ("run", "changes"),
+    [
+        (Run(PTX.replace("add.u32 %value", "sub.u32 %value")), {}),
+        (Run(x=2), {}),
+        (Run(more=6), {}),
+        (Run(), {"seed": 1}),
+        (Run(), {"options": Options("lazy")}),
+        (Run(), {"shared_bytes": 16}),
+        (Run(), {"block": (16, 1, 1)}),
+    ],
+    ids=["text", "memory", "parameter", "seed", "options", "shared memory", "block"],
+)
+def test_what_differs_is_run(remembered, run, changes):
+    run.by(remembered, **changes)
+    assert remembered.counts == {"run": 2}
+
+
+def test_another_emulator_runs_everything(remembered, monkeypatch):
+    monkeypatch.setattr("helpers.remembered._emulator", lambda: b"another")
+    Run().by(remembered)
+    assert remembered.counts == {"run": 2}
+
+
+def test_a_fault_is_found_every_time(remembered):
+    for _ in range(2):
+        with pytest.raises(EmulationError):
+            Run(FAULTY).by(remembered)
+    assert remembered.counts == {"run": 3}
+
+
+def test_what_no_run_used_for_long_is_deleted(remembered, monkeypatch):
+    remembered.prune()
+    assert len(list(remembered.folder.iterdir())) == 1
+    monkeypatch.setattr("helpers.remembered.DAYS", -1)
+    remembered.prune()
+    assert not list(remembered.folder.iterdir())
