@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = " ".join(
@@ -14,7 +15,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Workers are as many as cores; threads of each that wait for work take a tenth of their time.
+# Workers are as many as cores: threads of each that wait for work are in the way of all others.
+NUMPY_CAME_FIRST = "numpy" in sys.modules
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Decoded programs are millions of objects that live for long: the collector looked at all of them
 # again and again. Much more rarely than this, and workers run out of 24 GB: what JAX compiled and
