@@ -9,7 +9,7 @@ from helpers.harness import attend, data, run
 from helpers.texts import is_distinct
 
 from jax_fa.analysis import banks
-from jax_fa.emulator import memory
+from jax_fa.emulator import emulate, memory
 from jax_fa.runtime import bindings
 from jax_fa.runtime.dispatch import Emulation
 from jax_fa.spec import variants
@@ -48,6 +48,7 @@ def accesses(monkeypatch):
         note(offsets, values.dtype.itemsize * values.shape[1])
         return real(self, offsets, values, warp)
 
+    monkeypatch.setattr("jax_fa.emulator.emulate", emulate)  # None is remembered.
     monkeypatch.setattr(memory.SharedMemory, "load", load)
     monkeypatch.setattr(memory.SharedMemory, "store", store)
     return seen
