@@ -112,11 +112,9 @@ class Work(NamedTuple):
 
 @cute.jit
 def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
-    """The tile at a position of this CTA's list."""
+    """The tile at a position of this CTA's list, where CTAs share no products."""
     if const_expr(not variant.config.is_persistent):
         tile = tiles.one_per_cta(x.order, slot)
-    elif const_expr(variant.plan.ctas > 1):
-        tile = tiles.cluster_order(x.order, slot, variant.plan.ctas)
     elif const_expr(variant.key.mask == "full"):
         tile = tiles.row_order(x.order, slot)
     elif const_expr(variant.key.mask == "causal"):

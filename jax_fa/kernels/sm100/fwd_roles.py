@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import primitives, tiles
+from jax_fa.kernels import forward_work, primitives, tiles
 from jax_fa.kernels.forward_work import (
     Arrays,
     Granules,
@@ -23,11 +23,10 @@ from jax_fa.kernels.forward_work import (
     Work,
     below,
     load_granules,
-    tile_at,
     work_on,
 )
 from jax_fa.kernels.loads import Detour, copy_zero_filled
-from jax_fa.kernels.sm100 import umma
+from jax_fa.kernels.sm100 import clusters, umma
 from jax_fa.kernels.sm100.plan import (
     CHUNK,
     HANDED_OVER_FIRST,
@@ -62,6 +61,16 @@ class ForwardContext(NamedTuple):
     granules: Granules
     smem: ForwardSmem
     tmem: cute.Pointer
+
+
+@cute.jit
+def tile_at(variant: cutlass.Constexpr, x: ForwardContext, slot: Int32) -> tiles.Tile:
+    """The tile at a position of this CTA's list."""
+    if const_expr(variant.plan.ctas > 1):
+        tile = clusters.in_order(x.order, slot, variant.plan.ctas)
+    else:
+        tile = forward_work.tile_at(variant, x, slot)
+    return tile
 
 
 def tiling_of(variant: Variant) -> Tiling:
@@ -143,7 +152,7 @@ def _load_k(
     cut, ctas = tiling_of(variant), variant.plan.ctas
     keys = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
     gK = _blocks(keys, work.span.swept_start, variant.config.block_kv // ctas, cut.kv_columns)
-    number = block * ctas + tiles.rank_in_cluster(ctas)
+    number = block * ctas + clusters.rank_in_cluster(ctas)
     sK, gK = primitives.tma_views(x.tma.k, x.smem.k, gK)
     for part in cutlass.range_constexpr(cut.k_parts):
         slot = kv.acquire_and_advance()
@@ -166,7 +175,7 @@ def _load_v(
     loads. Returns the advanced end and phase.
     """
     cut, ctas = tiling_of(variant), variant.plan.ctas
-    rank = tiles.rank_in_cluster(ctas)
+    rank = clusters.rank_in_cluster(ctas)
     rows = x.arrays.v[None, None, work.tile.kv_head, work.tile.batch]
     gV = _blocks(rows, work.span.swept_start, cut.kv_rows, variant.key.value_dim // ctas)
     sV, gV = primitives.tma_views(x.tma.v, x.smem.v, gV)

@@ -18,7 +18,6 @@ from jax_fa.kernels.forward_work import (
     batch_of_part,
     below,
     sink_of,
-    tile_at,
     work_on,
 )
 from jax_fa.kernels.sm100 import arithmetic, row_softmax, shell, umma
@@ -26,6 +25,7 @@ from jax_fa.kernels.sm100.fwd_roles import (
     ForwardContext,
     scores_at,
     stores_whole_tile,
+    tile_at,
     tiling_of,
 )
 from jax_fa.kernels.sm100.plan import (

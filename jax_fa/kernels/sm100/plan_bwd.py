@@ -81,7 +81,6 @@ of the role reduce share 32 rows of dQ, each with one half of their columns.
 from __future__ import annotations
 
 from jax_fa.kernels.edges import (
-    TMEM_COLS,
     WARP,
     Buffer,
     Edge,
@@ -90,9 +89,9 @@ from jax_fa.kernels.edges import (
     PlanError,
     Role,
     TmemRange,
-    check,
 )
 from jax_fa.kernels.sm100.plan import ELEMENT_BYTES, FLOAT_BYTES, MMA_ROWS
+from jax_fa.kernels.sm100.tensor_plan import TMEM_COLS, check
 from jax_fa.spec import division
 from jax_fa.spec.config_sm100 import BlackwellBackward
 from jax_fa.spec.key import KernelKey
