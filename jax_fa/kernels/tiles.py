@@ -339,16 +339,16 @@ def offset_of(q_offset: cute.Pointer, sequence: Int32) -> Int32:
     return cutlass.max(cutlass.min(offset, MAX_OFFSET), -MAX_OFFSET)
 
 
-class Slot(NamedTuple):
-    """Rows of an array that belong to one packed sequence, used or not."""
+class Stretch(NamedTuple):
+    """Rows, other elements, or blocks of them, from ``start`` to before ``end``."""
 
     start: Int32
     end: Int32
 
 
 @cute.jit
-def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> Slot:
-    """Slot ``number`` of an array of ``length`` rows: Note [Borders].
+def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> Stretch:
+    """The rows, used or not, of sequence ``number`` in an array of ``length``: Note [Borders].
 
     All lanes of a warp call.
     """
@@ -356,7 +356,7 @@ def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> Slot:
     for i in cutlass.range(cute.arch.lane_idx(), number + 1, edges.WARP, unroll=1):
         highest = cutlass.max(highest, element(cu_seqlens, i))
     start = cutlass.min(cute.arch.warp_redux_sync(highest, "max"), length)
-    return Slot(start, cutlass.max(cutlass.min(element(cu_seqlens, number + 1), length), start))
+    return Stretch(start, cutlass.max(cutlass.min(element(cu_seqlens, number + 1), length), start))
 
 
 @cute.jit
@@ -411,7 +411,7 @@ def locate(sequences: Sequences, tile: Tile, tile_rows: Int32 | int) -> Span:
             highest = cute.arch.shuffle_sync(end, edges.WARP - 1)
             begin = begin + edges.WARP
         number = cutlass.max(found, 0)
-        swept = Slot(Int32(0), Int32(0))
+        swept = Stretch(Int32(0), Int32(0))
         if number < s.num_sequences:
             swept = slot_at(s.cu_seqlens.swept, number, s.rows.swept)
         clamped = cutlass.min(number, s.num_sequences - 1)

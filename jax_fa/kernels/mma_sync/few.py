@@ -23,6 +23,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import (
+    combine,
     dense_mask,
     edges,
     fragment_softmax,
@@ -131,6 +132,13 @@ def make_entry(key: KernelKey, config: FewQueries) -> Callable:
 
 @cute.jit
 def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
+    """Launches the kernel, and the one that merges parts."""
+    launch_parts(variant, call)
+    combine.merge_parts(variant, call)
+
+
+@cute.jit
+def launch_parts(variant: cutlass.Constexpr, call: ForwardCall) -> None:
     """Launches the kernel."""
     config, queries, widths = variant.config, call.queries, call.widths
     parts = queries._replace(batch=queries.batch * call.scalars.num_splits)

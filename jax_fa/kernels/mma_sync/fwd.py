@@ -33,8 +33,7 @@ from jax_fa.kernels.forward_host import (
     ForwardCall,
     forward_entry,
     forward_order,
-    forward_packing,
-    plain_arrays,
+    results_of,
 )
 from jax_fa.kernels.forward_work import (
     Arrays,
@@ -62,6 +61,7 @@ from jax_fa.kernels.mma_sync.fwd_work import (
 )
 from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE, PIECE_BYTES
 from jax_fa.kernels.mma_sync.plan import forward_plan
+from jax_fa.kernels.primitives import dense
 from jax_fa.kernels.unmasked import hides_pairs
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import MmaSyncForward
@@ -109,12 +109,22 @@ def make_entry(key: KernelKey, config: MmaSyncForward) -> Callable:
     return forward_entry(Variant(key, config, forward_plan(key, config)), launch)
 
 
+def plain_arrays(variant: Any, call: ForwardCall) -> Arrays:
+    """The arrays of a forward without TMA, all as threads see them."""
+    widths = call.widths
+    out = dense(call.out, call.queries, widths.v)
+    return Arrays(
+        q=dense(call.q, call.queries, widths.qk),
+        k=dense(call.k, call.keys, widths.qk),
+        v=dense(call.v, call.keys, widths.v),
+        out=out,
+        **results_of(variant, call, out),
+    )
+
+
 @cute.jit
-def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
-    """Launches the kernel."""
-    packing = None
-    if const_expr(variant.config.packs_heads):
-        packing = forward_packing(variant, call)
+def launch(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None) -> None:
+    """Launches the kernel; ``packing`` as in ``ForwardContext``."""
     order, num_ctas = forward_order(variant, call, packing)
     kernel(variant, plain_arrays(variant, call), call.scalars, order, packing).launch(
         grid=(num_ctas, 1, 1),

@@ -33,11 +33,10 @@ from jax_fa.kernels.forward_host import (
     ForwardCall,
     forward_arrays,
     forward_entry,
-    forward_granules,
     forward_order,
-    forward_packing,
 )
-from jax_fa.kernels.forward_work import Arrays, Granules, Scalars, Tma, Variant, narrow_keys
+from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys
+from jax_fa.kernels.packing_host import forward_granules, forward_packing
 from jax_fa.kernels.sm100 import clusters, fwd_softmax, shell, tensor_plan
 from jax_fa.kernels.sm100 import fwd_roles as roles
 from jax_fa.kernels.sm100.fwd_roles import ForwardContext, ForwardSmem
@@ -84,7 +83,7 @@ def kernel(
     scalars: Scalars,
     order: tiles.Order,
     packing: division.Packing,
-    granules: Granules,
+    granules: primitives.TmaArray,
 ):
     """Device entry: shared and tensor memory, pipelines, dispatch of roles."""
     layouts, dtype = make_layouts(variant), variant.dtype

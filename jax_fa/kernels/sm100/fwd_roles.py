@@ -16,7 +16,6 @@ from cutlass.pipeline import PipelineConsumer, PipelineProducer
 from jax_fa.kernels import forward_work, primitives, tiles
 from jax_fa.kernels.forward_work import (
     Arrays,
-    Granules,
     Scalars,
     Tma,
     Variant,
@@ -58,7 +57,7 @@ class ForwardContext(NamedTuple):
     scalars: Scalars
     order: tiles.Order
     packing: division.Packing
-    granules: Granules
+    granules: primitives.TmaArray
     smem: ForwardSmem
     tmem: cute.Pointer
 
