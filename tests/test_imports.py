@@ -34,6 +34,7 @@ TOWERS = {
         Layer("spec"),
         Layer("mask_mods"),
         Layer("spec.band"),
+        Layer("spec.band_of_keys"),
         Layer("spec.arch"),
         Layer("spec.division"),
         Layer("spec.backward_division"),

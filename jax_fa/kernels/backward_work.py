@@ -31,7 +31,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from jax_fa.kernels import backward_rows, dense_mask, segments, tiles
 from jax_fa.kernels.dense_mask import DenseMask
 from jax_fa.kernels.unmasked import unmasked_blocks
-from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, ceil_div, last_kv_block, q_blocks
+from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, ceil_div
+from jax_fa.spec.band_of_keys import last_kv_block, q_blocks
 
 
 class Tma(NamedTuple):

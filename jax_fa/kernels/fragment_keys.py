@@ -23,7 +23,7 @@ from jax_fa.kernels import (
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels.backward_work import Step, Work
 from jax_fa.spec import division
-from jax_fa.spec.band import row_range
+from jax_fa.spec.band_of_keys import row_range
 
 
 def own_columns(c: Any, stats: cute.Tensor) -> cute.Tensor:

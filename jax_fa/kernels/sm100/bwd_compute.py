@@ -26,7 +26,7 @@ from jax_fa.kernels.sm100.bwd_work import (
     BackwardVariant,
     first_key,
 )
-from jax_fa.spec.band import row_range
+from jax_fa.spec.band_of_keys import row_range
 from jax_fa.spec.division import WORD_KEYS
 
 CHUNK = WORD_KEYS
