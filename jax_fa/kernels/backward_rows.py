@@ -41,6 +41,15 @@ class Scratch(NamedTuple):
     turns: cute.Tensor  # (rows / 64, N)
 
 
+def probability(power: Float32) -> Float32:
+    """``power``, 2 to a logit less its row's LSE, but at most 1.
+
+    With a bias, logits may be so large that the LSE is rounded by more than they differ: of -1e9,
+    by 32.
+    """
+    return cute.arch.fmin(power, Float32(1.0), nan=True)
+
+
 class Rows(NamedTuple):
     """Global arrays of query rows, and what else the passes over them need."""
 

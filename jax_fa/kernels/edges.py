@@ -96,22 +96,6 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class TmemRange:
-    """Columns of tensor memory; ``alias_of`` is the only overlap allowed, ``why`` it is safe."""
-
-    name: str
-    start: int
-    cols: int
-    alias_of: str | None = None
-    why: str = ""
-
-    @property
-    def end(self) -> int:
-        """First column behind it."""
-        return self.start + self.cols
-
-
-@dataclass(frozen=True)
 class NamedBarrier:
     """A hardware barrier: ``threads`` of them arrive, and what passing it means."""
 
@@ -133,29 +117,29 @@ class Plan:
     edges: tuple[Edge, ...]
     buffers: tuple[Buffer, ...]
     barriers: tuple[NamedBarrier, ...]
-    tmem: tuple[TmemRange, ...] = ()
     ctas: int = 1
 
     def role(self, name: str) -> Role:
         """The role called ``name``."""
-        return _named(self.roles, "name", name)
+        return named(self.roles, "name", name)
 
     def edge(self, data: str) -> Edge:
         """The edge that carries ``data``."""
-        return _named(self.edges, "data", data)
+        return named(self.edges, "data", data)
 
     def barrier(self, name: str) -> NamedBarrier:
         """The named barrier called ``name``."""
-        return _named(self.barriers, "name", name)
-
-    def columns(self, name: str) -> TmemRange:
-        """The range of tensor memory called ``name``."""
-        return _named(self.tmem, "name", name)
+        return named(self.barriers, "name", name)
 
     def crosses(self, edge: Edge) -> bool:
         """True if an edge connects a role of the first CTA with one of both."""
         ends = self.role(edge.producer), self.role(edge.consumer)
         return self.ctas > 1 and ends[0].leader_only != ends[1].leader_only
+
+    @property
+    def tmem(self) -> tuple[Any, ...]:
+        """Ranges of tensor memory: none but in a ``tensor_plan.TensorPlan``."""
+        return ()
 
     @property
     def num_mbarriers(self) -> int:
@@ -179,7 +163,8 @@ class Plan:
         return buffers + MBARRIER_BYTES * self.num_mbarriers
 
 
-def _named(items: Sequence[Any], field: str, name: str) -> Any:
+def named(items: Sequence[Any], field: str, name: str) -> Any:
+    """That of ``items`` whose ``field`` is ``name``."""
     for item in items:
         if getattr(item, field) == name:
             return item
@@ -212,7 +197,7 @@ def check(plan: Plan) -> None:
         raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
     for buffer in plan.buffers:
         if buffer.alias_of is not None:
-            host = _named(plan.buffers, "name", buffer.alias_of)
+            host = named(plan.buffers, "name", buffer.alias_of)
             if buffer.size_bytes > host.size_bytes:
                 raise PlanError(f"{buffer.name} is larger than {host.name}, which it overlays")
     for edge in plan.edges:

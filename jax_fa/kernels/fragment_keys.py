@@ -17,10 +17,8 @@ from jax_fa.kernels import (
     fragment_softmax,
     fragments,
     primitives,
-    softmax,
     tiles,
 )
-from jax_fa.kernels import bias as biases
 from jax_fa.kernels.backward_work import Step, Work
 from jax_fa.spec import division
 from jax_fa.spec.band_of_keys import row_range
@@ -70,7 +68,7 @@ def exponentiate(
                 cute.math.exp2(scores[i] * score_log2 - pair[i], fastmath=True) for i in range(2)
             ]
             if const_expr(variant.key.has_bias):
-                powers = [biases.probability(power) for power in powers]
+                powers = [backward_rows.probability(power) for power in powers]
             word = fragments.ROWS * group + r
             p_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
             if const_expr(variant.key.has_soft_cap):
@@ -111,7 +109,7 @@ def mask_block(variant: cutlass.Constexpr, x: Any, c: Any, work: Work, at: Step)
         key = first_key + fragments.row_in_tile(c.thread) + 8 * r
         rows = row_range(window, key, tiles.EXTREMES)
         end = rows.hi if key < window.kv_len else 0
-        visible.append(softmax.Visible(rows.lo - first_column, end - first_column))
+        visible.append(tiles.Stretch(rows.lo - first_column, end - first_column))
     fragment_softmax.mask(c.s, visible, two_sided=True)
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.q_segments):

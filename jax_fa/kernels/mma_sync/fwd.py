@@ -62,7 +62,7 @@ from jax_fa.kernels.mma_sync.fwd_work import (
 from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE, PIECE_BYTES
 from jax_fa.kernels.mma_sync.plan import forward_plan
 from jax_fa.kernels.primitives import dense
-from jax_fa.kernels.unmasked import hides_pairs
+from jax_fa.kernels.unmasked import next_hides_pairs
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import MmaSyncForward
 from jax_fa.spec.key import KernelKey
@@ -188,7 +188,7 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
     if work.tile.is_valid:
         rows = make_row_tiles(variant)
         newest = work.blocks.end - 1
-        at = Place(newest, work.num_blocks, hides_keys(variant, x, work, newest))
+        at = Place(newest, work.num_blocks, next_hides_pairs(variant, x, work.blocks, newest))
         load_queries(variant, x, tiles_of(variant).q, x.smem.q, x.arrays.q, work)
         load_k(variant, x, work, at)
         if const_expr(variant.config.stages > 1):
@@ -223,16 +223,6 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
         for i in cutlass.range_constexpr(len(rows)):
             first = first_row(products.thread_index()) + i * row_step(variant)
             store(variant, x, anew(rows[i]), first, work)
-
-
-@cute.jit
-def hides_keys(variant: cutlass.Constexpr, x: ForwardContext, work: Work, block: Int32) -> Boolean:
-    """Whether a block hides keys, of a general mask; of none, which there is after the last."""
-    hides = Boolean(False)
-    if const_expr(variant.is_general):
-        asked = cutlass.max(block, 0)
-        hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, asked)
-    return hides
 
 
 def fetch_q(variant: Variant, x: ForwardContext) -> list[list[products.Four]]:
@@ -272,7 +262,7 @@ def step(
     ``hides`` says whether the block hides keys, ``queries`` are those of ``fetch_q``, or None.
     """
     stages, block = variant.config.stages, below(variant, x, at.block)
-    following = Place(block, at.remaining - 1, hides_keys(variant, x, work, block))
+    following = Place(block, at.remaining - 1, next_hides_pairs(variant, x, work.blocks, block))
     cute.arch.cp_async_wait_group(0)
     # HAZARD: all threads' copies of this block are there, and all warps are done with the block
     # before, in whose place the next copies go.

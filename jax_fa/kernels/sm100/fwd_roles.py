@@ -191,9 +191,7 @@ def _load_v(
                 cute.copy(x.tma.v, source, target, tma_bar_ptr=slot.barrier)
             else:
                 tile, detour = x.smem.v[None, None, slot.index], Detour(x.smem.zero_fill, phase)
-                size_bytes = copy_zero_filled(x.tma.v, source, target, tile, used, detour)
-                with cute.arch.elect_one():
-                    primitives.complete_tx(slot.barrier, size_bytes)
+                copy_zero_filled(x.tma.v, source, target, tile, used, slot, detour)
                 phase = phase ^ 1
     return kv, phase
 

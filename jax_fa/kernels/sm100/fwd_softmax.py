@@ -290,7 +290,7 @@ def _mask(
     """Hides the keys of a block that this thread's row does not see."""
     block_kv = variant.config.block_kv
     first_key = block * block_kv
-    visible = softmax.Visible(keys.lo - first_key, keys.hi - first_key)
+    visible = tiles.Stretch(keys.lo - first_key, keys.hi - first_key)
     for first in cutlass.range_constexpr(0, block_kv, WORD_KEYS):
         bits = row_softmax.visible_bits(visible, first)
         if const_expr(variant.is_general):

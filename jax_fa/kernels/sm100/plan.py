@@ -67,12 +67,10 @@ from jax_fa.kernels.edges import (
     Buffer,
     Edge,
     NamedBarrier,
-    Plan,
     PlanError,
     Role,
-    TmemRange,
 )
-from jax_fa.kernels.sm100.tensor_plan import check
+from jax_fa.kernels.sm100.tensor_plan import TensorPlan, TmemRange, check
 from jax_fa.spec import division
 from jax_fa.spec.config_sm100 import BlackwellForward
 from jax_fa.spec.key import KernelKey
@@ -155,7 +153,7 @@ def tiling(key: KernelKey, config: BlackwellForward) -> Tiling:
     )
 
 
-def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
+def forward_plan(key: KernelKey, config: BlackwellForward) -> TensorPlan:
     """The checked plan of the forward kernel for ``key`` under ``config``.
 
     Where keys are split, parts of results go from registers to global memory: the edge out is idle.
@@ -172,7 +170,7 @@ def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
     kv_bytes = config.block_kv // config.ctas * cut.kv_columns * ELEMENT_BYTES
     out_bytes = MMA_ROWS * cut.out_columns * ELEMENT_BYTES
     done = NamedBarrier("done", 1, WARPGROUP, "the role correction is done with tensor memory")
-    plan = Plan(
+    plan = TensorPlan(
         roles=_roles(cut, config),
         edges=(
             Edge(

@@ -15,11 +15,11 @@ what the same role of the other sends.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_fa.kernels import edges
-from jax_fa.kernels.edges import BY_HARDWARE, Ends, Plan, PlanError, TmemRange
+from jax_fa.kernels.edges import BY_HARDWARE, Ends, Plan, PlanError
 
 TMEM_COLS = 512
 LEADER = 0
@@ -29,7 +29,34 @@ BOTH_CTAS = 0b11
 """Ranks at whose barriers the tensor core arrives for a pair, as a mask."""
 
 
-def check(plan: Plan) -> None:
+@dataclass(frozen=True)
+class TmemRange:
+    """Columns of tensor memory; ``alias_of`` is the only overlap allowed, ``why`` it is safe."""
+
+    name: str
+    start: int
+    cols: int
+    alias_of: str | None = None
+    why: str = ""
+
+    @property
+    def end(self) -> int:
+        """First column behind it."""
+        return self.start + self.cols
+
+
+@dataclass(frozen=True)
+class TensorPlan(Plan):
+    """A plan with tensor memory."""
+
+    tmem: tuple[TmemRange, ...] = ()
+
+    def columns(self, name: str) -> TmemRange:
+        """The range of tensor memory called ``name``."""
+        return edges.named(self.tmem, "name", name)
+
+
+def check(plan: TensorPlan) -> None:
     """Raises ``PlanError`` where the plan contradicts itself or the hardware."""
     edges.check(plan)
     _check_pair(plan)
@@ -53,7 +80,7 @@ def _check_pair(plan: Plan) -> None:
                 raise PlanError(f"{edge.data}: threads of {name} arrive in one CTA, not in both")
 
 
-def _check_tmem(plan: Plan) -> None:
+def _check_tmem(plan: TensorPlan) -> None:
     for one in plan.tmem:
         if one.start < 0 or one.end > TMEM_COLS:
             raise PlanError(f"tmem {one.name}: columns {one.start} to {one.end} of {TMEM_COLS}")
@@ -64,7 +91,7 @@ def _check_tmem(plan: Plan) -> None:
                 raise PlanError(f"tmem {one.name} and {other.name} overlap, which neither declares")
 
 
-def _hosts(plan: Plan, range_: TmemRange) -> set[str]:
+def _hosts(plan: TensorPlan, range_: TmemRange) -> set[str]:
     """Names of the ranges that ``range_`` may overlap: what it overlays, and what that overlays."""
     names: set[str] = set()
     while range_.alias_of is not None and range_.alias_of not in names:
