@@ -19,6 +19,7 @@ from jax_fa.kernels import (
     primitives,
     tiles,
 )
+from jax_fa.kernels.backward_rows import Destination
 from jax_fa.kernels.backward_work import Step, Work
 from jax_fa.spec import division
 from jax_fa.spec.band_of_keys import row_range
@@ -197,17 +198,25 @@ def store(
     if x.scalars.splits == 1:
         if const_expr("dk" in owned):
             dk = cute.domain_offset(dk_at, x.arrays.dk[place])
-            backward_rows.store_rows(c.dk, x.scalars.scale, dk, c.thread, num_rows, dk_left)
+            backward_rows.store_rows(
+                c.dk, x.scalars.scale, Destination(dk, c.thread, num_rows, dk_left)
+            )
         if const_expr("dv" in owned):
             dv = cute.domain_offset(dv_at, x.arrays.dv[place])
-            backward_rows.store_rows(c.dv, Float32(1.0), dv, c.thread, num_rows, dv_left)
+            backward_rows.store_rows(
+                c.dv, Float32(1.0), Destination(dv, c.thread, num_rows, dv_left)
+            )
     else:
         part = work.tile.head % x.scalars.splits
         sums = x.scratch.dkv_sums + part.to(Int64) * backward_rows.dkv_elements(x.arrays)
         if const_expr("dk" in owned):
             dk = cute.domain_offset(dk_at, backward_rows.like(x.arrays.dk, sums)[place])
-            backward_rows.store_floats(c.dk, x.scalars.scale, dk, c.thread, num_rows, dk_left)
+            backward_rows.store_floats(
+                c.dk, x.scalars.scale, Destination(dk, c.thread, num_rows, dk_left)
+            )
         if const_expr("dv" in owned):
             dv = backward_rows.like(x.arrays.dv, sums + cute.size(x.arrays.dk.shape))
             dv = cute.domain_offset(dv_at, dv[place])
-            backward_rows.store_floats(c.dv, Float32(1.0), dv, c.thread, num_rows, dv_left)
+            backward_rows.store_floats(
+                c.dv, Float32(1.0), Destination(dv, c.thread, num_rows, dv_left)
+            )

@@ -149,8 +149,8 @@ def all_columns_are_stored(monkeypatch):
 
     right = backward_rows.store_rows
 
-    def wrong(acc, factor, rows, thread, num_rows, num_columns):
-        right(acc, factor, rows, thread, num_rows, num_columns + MANY)
+    def wrong(acc, factor, to):
+        right(acc, factor, to._replace(num_columns=to.num_columns + MANY))
 
     monkeypatch.setattr(backward_rows, "store_rows", wrong)
 
