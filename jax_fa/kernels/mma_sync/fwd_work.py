@@ -10,7 +10,7 @@ from cutlass import Int32
 
 from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Variant, Work, row_of_tile
-from jax_fa.kernels.mma_sync.loads import Extents, address_of_row, copy_row, piece_of_thread
+from jax_fa.kernels.mma_sync.loads import Limits, address_of_row, copy_row, piece_of_thread
 from jax_fa.kernels.mma_sync.panels import Panels
 from jax_fa.spec.config_mma_sync import WARP_ROWS
 
@@ -130,7 +130,7 @@ def load_queries(
         row = mine.row + i * step
         at = row_of_tile(variant, x, work, row)
         rows = array[None, None, at.head, work.tile.batch]
-        there = Extents(span.own_slot if at.is_there else Int32(0), cute.size(rows, mode=[1]))
+        there = Limits(span.own_slot if at.is_there else Int32(0), cute.size(rows, mode=[1]))
         source = address_of_row(rows, span.own_start + at.position) + mine.column_bytes(tile)
         copy_row(tile, mine, target + mine.place(tile, row), source, at.position, there)
 
@@ -162,7 +162,7 @@ def load_rows(
     kv_head, batch = (primitives.opaque(i) for i in (work.tile.kv_head, work.tile.batch))
     rows = array[None, None, kv_head, batch]
     # Opaque, or the limits of a row's panels are registers of the loop over blocks.
-    there = Extents(primitives.opaque(span.swept_len), cute.size(rows, mode=[1]))
+    there = Limits(primitives.opaque(span.swept_len), cute.size(rows, mode=[1]))
     # HAZARD: where segments leave a tile without keys, its block may be of any number.
     first = block * tile.rows + mine.row
     place = target + mine.place(tile, mine.row)
