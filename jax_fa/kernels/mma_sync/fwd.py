@@ -19,13 +19,11 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import (
-    dense_mask,
     edges,
     fragment_bias,
     fragment_softmax,
     fragments,
     primitives,
-    segments,
     softmax,
     tiles,
 )
@@ -47,7 +45,7 @@ from jax_fa.kernels.forward_work import (
     work_on,
 )
 from jax_fa.kernels.fragment_rows import finish_rows, mask_block, rows_of_thread, store_part
-from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync import products, shell
 from jax_fa.kernels.mma_sync.fwd_work import (
     ForwardContext,
     ForwardSmem,
@@ -56,6 +54,8 @@ from jax_fa.kernels.mma_sync.fwd_work import (
     load_queries,
     load_rows,
     make_row_tiles,
+    multiply_keys,
+    multiply_values,
     row_step,
     tiles_of,
 )
@@ -94,13 +94,7 @@ def kernel(
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     x = ForwardContext(arrays, scalars, order, smem, packing)
-    if const_expr(variant.is_general):
-        if dense_mask.narrows(scalars):
-            if cute.arch.thread_idx()[0] == 0:
-                segments.reset(smem.found)
-            cute.arch.sync_threads()
-            narrow_keys(variant, x)
-            cute.arch.sync_threads()
+    shell.narrow(variant, x, narrow_keys)
     attend(variant, x)
 
 
@@ -310,12 +304,7 @@ def multiply_qk(
             a = fetch_q_at(variant, place, k)
         else:
             a = queries[k // products.DEPTH]
-        beside = tile.beside(keys, k)
-        for n in cutlass.range_constexpr(0, config.block_kv, 2 * products.COLUMNS):
-            b = products.fetch(beside + n * tile.width)
-            for i in cutlass.range_constexpr(len(rows)):
-                group = n // products.COLUMNS
-                products.multiply(rows[i].scores, group, a[i], b, variant.dtype)
+        multiply_keys(variant, rows, a, tile, tile.beside(keys, k), config.block_kv)
 
 
 @cute.jit
@@ -366,13 +355,7 @@ def multiply_pv(
     config, tile = variant.config, tiles_of(variant).v
     lane = products.thread_index() % edges.WARP
     values = x.smem.v + stage * tile.size_bytes + products.by_rows(tile, lane)
-    for k in cutlass.range_constexpr(0, config.block_kv, products.DEPTH):
-        a = [products.rounded_operand(one.scores, k, variant.dtype) for one in rows]
-        for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):
-            b = products.fetch(tile.beside(values, n) + k * tile.width, is_transposed=True)
-            for i in cutlass.range_constexpr(len(rows)):
-                group = n // products.COLUMNS
-                products.multiply(rows[i].out, group, a[i], b, variant.dtype)
+    multiply_values(variant, rows, tile, values, config.block_kv)
 
 
 @cute.jit
