@@ -16,10 +16,8 @@ from jax_fa.spec.band import (
     ceil_div,
     key_range,
     kv_blocks,
-    last_kv_block,
-    q_blocks,
-    row_range,
 )
+from jax_fa.spec.band_of_keys import last_kv_block, q_blocks, row_range
 
 LENGTHS = (0, 1, 2, 5, 8, 13)
 SIDES = (-3, -1, 0, 1, 4, UNBOUNDED)

@@ -34,6 +34,7 @@ TOWERS = {
         Layer("spec"),
         Layer("mask_mods"),
         Layer("spec.band"),
+        Layer("spec.band_of_keys"),
         Layer("spec.arch"),
         Layer("spec.division"),
         Layer("spec.backward_division"),
@@ -57,6 +58,7 @@ TOWERS = {
         Layer("kernels.mma_sync.panels"),
         Layer("kernels.edges", lazy="cutlass"),
         Layer("kernels.mma_sync.plan"),
+        Layer("kernels.sm100.tensor_plan", lazy="cutlass"),
         Layer("kernels.sm*.plan"),
         Layer("kernels.sm*.plan_*"),
         Layer("kernels.primitives", "cutlass cuda"),
@@ -68,6 +70,7 @@ TOWERS = {
         Layer("kernels.fragments", "cutlass cuda"),
         Layer("kernels.softmax", "cutlass cuda"),
         Layer("kernels.bias", "cutlass cuda"),
+        Layer("kernels.sm100.clusters", "cutlass cuda"),
         Layer("kernels.sm100.umma", "cutlass cuda"),
         Layer("kernels.sm100.arithmetic", "cutlass cuda"),
         Layer("kernels.sm*.bwd_instructions", "cutlass cuda"),
@@ -359,7 +362,7 @@ def closure(module):
 def test_what_a_newcomer_reads_for_the_hopper_forward_is_short():
     read = closure("kernels.sm90.fwd")
     assert {"kernels.sm90.fwd_roles", "spec.band"} <= read
-    assert sum(len(MODULES[name].read_text().splitlines()) for name in read) <= 4430
+    assert sum(len(MODULES[name].read_text().splitlines()) for name in read) <= 4000
 
 
 @pytest.mark.parametrize(("family", "other"), [("sm90", "sm100"), ("sm100", "sm90")])

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from jax_fa.analysis import banks, machine_code, ptx_text, roofline
 from jax_fa.aot import cubins
-from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES, TMEM_COLS, Plan, PlanError
+from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES, Plan, PlanError
+from jax_fa.kernels.sm100.tensor_plan import TMEM_COLS
 from jax_fa.spec import config
 from jax_fa.spec.arch import MMA, Operation
 from jax_fa.spec.band import Band
@@ -44,6 +45,7 @@ MMA_DEPTH = 16
 """Of one tensor core instruction for 16-bit elements."""
 _PLANS = {
     "fwd": ("plan", "forward_plan"),
+    "fwd_split": ("plan", "forward_plan"),
     "few": ("plan_few", "few_plan"),
     "bwd": ("plan_bwd", "backward_plan"),
     "dbias": ("plan_dbias", "dbias_plan"),

@@ -41,6 +41,15 @@ class Scratch(NamedTuple):
     turns: cute.Tensor  # (rows / 64, N)
 
 
+def probability(power: Float32) -> Float32:
+    """``power``, 2 to a logit less its row's LSE, but at most 1.
+
+    With a bias, logits may be so large that the LSE is rounded by more than they differ: of -1e9,
+    by 32.
+    """
+    return cute.arch.fmin(power, Float32(1.0), nan=True)
+
+
 class Rows(NamedTuple):
     """Global arrays of query rows, and what else the passes over them need."""
 
@@ -139,25 +148,26 @@ def gather_columns(words: list, width: cutlass.Constexpr[int]) -> list:
     return words
 
 
-@cute.jit
-def store_rows(
-    acc: cute.Tensor,
-    factor: Float32,
-    rows: cute.Tensor,
-    thread: Int32,
-    num_rows: Int32,
-    num_columns: Int32,
-):
-    """Writes the 64 rows of a warpgroup's accumulator times ``factor``, rounded.
+class Destination(NamedTuple):
+    """Where an accumulator goes.
 
-    Args:
-        acc: accumulator.
-        factor: of every element.
+    Attributes:
         rows: (64, columns) view of global memory.
-        thread: number of the thread in its warpgroup.
+        thread: number of the calling thread in its warpgroup.
         num_rows: how many of the rows exist.
         num_columns: how many of the columns.
     """
+
+    rows: cute.Tensor
+    thread: Int32
+    num_rows: Int32
+    num_columns: Int32
+
+
+@cute.jit
+def store_rows(acc: cute.Tensor, factor: Float32, to: Destination):
+    """Writes the 64 rows of a warpgroup's accumulator times ``factor``, rounded."""
+    rows, thread, num_rows, num_columns = to
     rounded = cute.make_rmem_tensor_like(acc, rows.element_type)
     for i in cutlass.range_constexpr(cute.size(acc)):
         acc[i] = acc[i] * factor
@@ -178,15 +188,9 @@ def store_rows(
 
 
 @cute.jit
-def store_floats(
-    acc: cute.Tensor,
-    factor: Float32,
-    rows: cute.Tensor,
-    thread: Int32,
-    num_rows: Int32,
-    num_columns: Int32,
-):
+def store_floats(acc: cute.Tensor, factor: Float32, to: Destination):
     """``store_rows`` without rounding: two floats of a row at a time."""
+    rows, thread, num_rows, num_columns = to
     by_row = fragments.by_row(acc)
     for r in cutlass.range_constexpr(fragments.ROWS):
         row = fragments.row_in_tile(thread) + 8 * r
@@ -409,7 +413,7 @@ def round_fragments(
     dq = rows.dq[None, None, at.head, at.batch]
     target = cute.domain_offset((at.row + row, column), dq)
     left = cute.size(dq, mode=[1]) - column
-    store_rows(acc, scale, target, thread, at.num_written - row, left)
+    store_rows(acc, scale, Destination(target, thread, at.num_written - row, left))
 
 
 @cute.jit

@@ -31,7 +31,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from jax_fa.kernels import backward_rows, dense_mask, segments, tiles
 from jax_fa.kernels.dense_mask import DenseMask
 from jax_fa.kernels.unmasked import unmasked_blocks
-from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, ceil_div, last_kv_block, q_blocks
+from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, ceil_div
+from jax_fa.spec.band_of_keys import last_kv_block, q_blocks
 
 
 class Tma(NamedTuple):
@@ -208,7 +209,7 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
             start, full_start, full_end, end = blocks
             if scalars.deterministic == 0:
                 end = cutlass.max(start, end)
-                start, end = dense_mask.narrowed(x.smem.found, segments.Stretch(start, end))
+                start, end = dense_mask.narrowed(x.smem.found, tiles.Stretch(start, end))
             blocks = Blocks(start, full_start, full_end, cutlass.max(start, end))
     num_blocks = blocks.end - blocks.start
     if const_expr(variant.is_general):
@@ -256,22 +257,22 @@ def narrow_rows(variant: cutlass.Constexpr, x: Any) -> None:
     scalars, config = x.scalars, variant.config
     seen = seen_by(variant, x, tile_at(variant, x, Int32(0)))
     end = cutlass.min(seen.blocks.end * config.block_q, seen.window.q_len)
-    searched = segments.Stretch(seen.blocks.start * config.block_q, end)
+    searched = tiles.Stretch(seen.blocks.start * config.block_q, end)
     if tiles.is_present(scalars.q_segments):
         _find_segment_rows(variant, x, seen, searched)
     if dense_mask.is_present(scalars.mask):
         first_head = seen.tile.kv_head * scalars.group
         heads = dense_mask.Heads(seen.tile.batch, first_head, first_head + scalars.group)
         first_key = seen.tile.block * config.block_kv
-        keys = segments.Stretch(first_key, first_key + config.block_kv)
-        swept = segments.Stretch(seen.blocks.start, seen.blocks.end)
+        keys = tiles.Stretch(first_key, first_key + config.block_kv)
+        swept = tiles.Stretch(seen.blocks.start, seen.blocks.end)
         sweep = dense_mask.Sweep(False, config.block_q, config.block_q, variant.plan.threads)
         dense_mask.find_blocks(x.smem.found, scalars.mask, heads, keys, swept, sweep)
 
 
 @cute.jit
 def _find_segment_rows(
-    variant: cutlass.Constexpr, x: Any, seen: Seen, searched: segments.Stretch
+    variant: cutlass.Constexpr, x: Any, seen: Seen, searched: tiles.Stretch
 ) -> None:
     """Finds those of the queries ``searched`` that share a segment with the tile."""
     scalars, config = x.scalars, variant.config

@@ -86,21 +86,13 @@ def load_word(address: Int64) -> Int32:
     )
 
 
-class Pair(NamedTuple):
-    """Neighbours in memory."""
-
-    low: Int32
-    high: Int32
-
-
-def load_pair(address: Int64) -> Pair:
-    """64 bits of global memory that nobody writes, at a multiple of 8 bytes."""
-    words = cute.arch.inline_ptx(
+def load_pair(address: Int64) -> tuple[Int32, ...]:
+    """64 bits of global memory that nobody writes, at a multiple of 8 bytes, as two words."""
+    return cute.arch.inline_ptx(
         "ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Int32, Int32],
         read_only_args=[address],
     )
-    return Pair(*words)
 
 
 def as_float(word: Int32) -> Float32:
@@ -108,14 +100,6 @@ def as_float(word: Int32) -> Float32:
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word]
     )
-
-
-def probability(power: Float32) -> Float32:
-    """``power``, 2 to a logit less its row's LSE, but at most 1.
-
-    Logits may be so large that the LSE is rounded by more than they differ: of -1e9, by 32.
-    """
-    return cute.arch.fmin(power, Float32(1.0), nan=True)
 
 
 @cute.jit

@@ -37,6 +37,17 @@ class Pointers(NamedTuple):
     lse: cute.Pointer
 
 
+@cute.jit
+def merge_parts(variant: cutlass.Constexpr, call: Any) -> None:
+    """Merges what a forward wrote, if in parts; ``call`` is its ``forward_host.ForwardCall``."""
+    parts, whole = Pointers(call.out_parts, call.lse_parts), Pointers(call.out, call.lse)
+    batch, length, heads = call.queries
+    num_splits = call.scalars.num_splits
+    if num_splits > 1:
+        rows = batch * length * heads
+        merge(variant, parts, whole, rows, call.widths.v, num_splits, call.stream)
+
+
 def merge(
     variant: Any,
     parts: Pointers,

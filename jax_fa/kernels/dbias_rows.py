@@ -11,8 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from jax_fa.kernels import bias as biases
 from jax_fa.kernels import (
+    backward_rows,
     dense_mask,
     edges,
     fragment_bias,
@@ -22,6 +22,7 @@ from jax_fa.kernels import (
     softmax,
     tiles,
 )
+from jax_fa.kernels import bias as biases
 from jax_fa.kernels.backward_rows import vector_at
 from jax_fa.kernels.dbias_work import BiasTile, RowStats
 from jax_fa.kernels.forward_work import Variant, Work
@@ -44,8 +45,7 @@ def keep_bias(variant: cutlass.Constexpr, x: Any, c: Any, tile: BiasTile) -> Non
             biases.address_of(bias, biases.row_of(bias, tile.batch, tile.head, position))
         )
     first_key = tile.key_block * config.block_kv + fragments.first_column(c.thread)
-    rows = fragment_bias.RowBytes(*addresses)
-    fragment_bias.load_rows(c.bias, bias, rows, first_key, config.block_kv)
+    fragment_bias.load_rows(c.bias, bias, addresses, first_key, config.block_kv)
     fours = cute.zipped_divide(c.bias, (4,))
     for i in cutlass.range_constexpr(cute.size(c.kept, mode=[1])):
         cute.autovec_copy(fours[None, i], c.kept[None, i])
@@ -126,7 +126,7 @@ def exponentiate(
         for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
             score = by_row[r, i]
             exponent = score * x.scalars.scale_log2 - stats.lse2[r]
-            p = biases.probability(cute.math.exp2(exponent, fastmath=True))
+            p = backward_rows.probability(cute.math.exp2(exponent, fastmath=True))
             if const_expr(has_cap):
                 # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
                 p = p * cute.arch.fmax(1.0 - score * score, 0.0)

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from jax_fa.kernels import edges, segments, tiles
-from jax_fa.kernels.segments import Stretch
+from jax_fa.kernels.tiles import Stretch
 from jax_fa.spec.band import ceil_div
 from jax_fa.spec.division import LIST_WORDS, MAP_CELL, MASK_BLOCK, WORD_KEYS, map_stripes
 

@@ -4,22 +4,14 @@ A *role* is a set of warps with one job. An *edge* is a ring of buffers that one
 another drains, named after what it carries, guarded by a pair of mbarriers per stage. A kernel's
 ``plan.py`` states its roles, edges, buffers and named barriers; ``check`` finds contradictions
 without a GPU; ``make_edge`` turns an edge into pipeline handles on the device. Standard library
-only, but for that last function.
-
-# Note [Edges that cross a pair]
-Two CTAs of a cluster can share tcgen05 products (``.cta_group::2``), which the first of them, the
-leader, issues. The role that does is ``leader_only``; an edge with this role at one end crosses the
-pair. Every CTA has barriers of its own, at the same offsets. Towards the leader, only its barriers
-are used: TMA of both CTAs counts its bytes there, threads of both arrive there, and counts double.
-From the leader, its tensor core's arrivals go to both CTAs at once. All else stays within a CTA,
-but for copies from the shared memory of one to that of the other: each CTA expects on its own edge
-what the same role of the other sends.
+only, but for that last function. What the tensor core of Blackwell adds, which arrives at mbarriers
+by itself, in pairs of CTAs too, and has a memory of its own: ``sm100/tensor_plan.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 WARP = 32
@@ -30,12 +22,6 @@ NAMED_BARRIERS = 16
 SMEM_CAPACITY_BYTES = 227 * 1024
 """Shared memory that a CTA may have, on every family."""
 MBARRIER_BYTES = 8
-TMEM_COLS = 512
-LEADER = 0
-"""Rank in its pair of the CTA that issues the products of both, and at whose barriers threads of
-both arrive."""
-BOTH_CTAS = 0b11
-"""Ranks at whose barriers the tensor core arrives for a pair, as a mask."""
 
 EdgeKind = Literal["tma", "tma_umma", "umma", "threads", "threads_umma"]
 
@@ -110,22 +96,6 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class TmemRange:
-    """Columns of tensor memory; ``alias_of`` is the only overlap allowed, ``why`` it is safe."""
-
-    name: str
-    start: int
-    cols: int
-    alias_of: str | None = None
-    why: str = ""
-
-    @property
-    def end(self) -> int:
-        """First column behind it."""
-        return self.start + self.cols
-
-
-@dataclass(frozen=True)
 class NamedBarrier:
     """A hardware barrier: ``threads`` of them arrive, and what passing it means."""
 
@@ -140,36 +110,36 @@ class Plan:
     """Who does what, over which data, in which memory.
 
     All is by CTA. With two ``ctas`` the roles that are not ``leader_only``, and every buffer, exist
-    in both CTAs of a pair: Note [Edges that cross a pair].
+    in both CTAs of a pair.
     """
 
     roles: tuple[Role, ...]
     edges: tuple[Edge, ...]
     buffers: tuple[Buffer, ...]
     barriers: tuple[NamedBarrier, ...]
-    tmem: tuple[TmemRange, ...] = ()
     ctas: int = 1
 
     def role(self, name: str) -> Role:
         """The role called ``name``."""
-        return _named(self.roles, "name", name)
+        return named(self.roles, "name", name)
 
     def edge(self, data: str) -> Edge:
         """The edge that carries ``data``."""
-        return _named(self.edges, "data", data)
+        return named(self.edges, "data", data)
 
     def barrier(self, name: str) -> NamedBarrier:
         """The named barrier called ``name``."""
-        return _named(self.barriers, "name", name)
-
-    def columns(self, name: str) -> TmemRange:
-        """The range of tensor memory called ``name``."""
-        return _named(self.tmem, "name", name)
+        return named(self.barriers, "name", name)
 
     def crosses(self, edge: Edge) -> bool:
         """True if an edge connects a role of the first CTA with one of both."""
         ends = self.role(edge.producer), self.role(edge.consumer)
         return self.ctas > 1 and ends[0].leader_only != ends[1].leader_only
+
+    @property
+    def tmem(self) -> tuple[Any, ...]:
+        """Ranges of tensor memory: none but in a ``tensor_plan.TensorPlan``."""
+        return ()
 
     @property
     def num_mbarriers(self) -> int:
@@ -193,7 +163,8 @@ class Plan:
         return buffers + MBARRIER_BYTES * self.num_mbarriers
 
 
-def _named(items: Sequence[Any], field: str, name: str) -> Any:
+def named(items: Sequence[Any], field: str, name: str) -> Any:
+    """That of ``items`` whose ``field`` is ``name``."""
     for item in items:
         if getattr(item, field) == name:
             return item
@@ -226,15 +197,13 @@ def check(plan: Plan) -> None:
         raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
     for buffer in plan.buffers:
         if buffer.alias_of is not None:
-            host = _named(plan.buffers, "name", buffer.alias_of)
+            host = named(plan.buffers, "name", buffer.alias_of)
             if buffer.size_bytes > host.size_bytes:
                 raise PlanError(f"{buffer.name} is larger than {host.name}, which it overlays")
     for edge in plan.edges:
         plan.role(edge.producer), plan.role(edge.consumer)
         if not edge.full:
             raise PlanError(f"{edge.data}: a passed full barrier has to promise something")
-    _check_pair(plan)
-    _check_tmem(plan)
     indices = [barrier.index for barrier in plan.barriers]
     if len(set(indices)) != len(indices) or any(not 0 < i < NAMED_BARRIERS for i in indices):
         raise PlanError(f"named barriers need distinct numbers 1 to 15, not {indices}")
@@ -263,43 +232,6 @@ def _check_registers(plan: Plan) -> None:
                 )
 
 
-def _check_pair(plan: Plan) -> None:
-    if plan.ctas not in (1, 2):
-        raise PlanError(f"tcgen05 joins 1 or 2 CTAs, not {plan.ctas}")
-    for role in plan.roles:
-        if role.leader_only and plan.ctas == 1:
-            raise PlanError(f"{role.name} is for the first CTA of a pair, and there are no pairs")
-    for edge in plan.edges:
-        if not plan.crosses(edge):
-            continue
-        if edge.kind == "tma":
-            raise PlanError(f"{edge.data} crosses the pair, where only tcgen05 drains a TMA load")
-        by_threads = {"full": edge.producer, "empty": edge.consumer if edge.empty else ""}
-        for side, name in by_threads.items():
-            if name and side not in BY_HARDWARE[edge.kind] and plan.role(name).leader_only:
-                raise PlanError(f"{edge.data}: threads of {name} arrive in one CTA, not in both")
-
-
-def _check_tmem(plan: Plan) -> None:
-    for one in plan.tmem:
-        if one.start < 0 or one.end > TMEM_COLS:
-            raise PlanError(f"tmem {one.name}: columns {one.start} to {one.end} of {TMEM_COLS}")
-        for other in plan.tmem:
-            overlap = one is not other and one.start < other.end and other.start < one.end
-            declared = one.name in _hosts(plan, other) or other.name in _hosts(plan, one)
-            if overlap and not declared:
-                raise PlanError(f"tmem {one.name} and {other.name} overlap, which neither declares")
-
-
-def _hosts(plan: Plan, range_: TmemRange) -> set[str]:
-    """Names of the ranges that ``range_`` may overlap: what it overlays, and what that overlays."""
-    names: set[str] = set()
-    while range_.alias_of is not None and range_.alias_of not in names:
-        names.add(range_.alias_of)
-        range_ = plan.columns(range_.alias_of)
-    return names
-
-
 class Ends(NamedTuple):
     """The handles by which an edge is filled and drained."""
 
@@ -313,10 +245,23 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> Ends:
     ``barrier_storage`` points at ``2 * stages`` mbarriers in shared memory. The caller fences and
     synchronises once after making all edges.
     """
-    from cutlass import cute, pipeline
+    return Ends(*make_ring(plan, plan.edge(data), barrier_storage).make_participants())
 
-    edge = plan.edge(data)
-    ctas = plan.ctas if plan.crosses(edge) else 1
+
+def make_ring(plan: Plan, edge: Edge, barrier_storage: Any) -> Any:
+    """The pipeline of an edge that threads drain."""
+    from cutlass import pipeline
+
+    shared = shared_arguments(plan, edge, barrier_storage)
+    if edge.kind == "tma":
+        return pipeline.PipelineTmaAsync.create(tx_count=edge.stage_bytes, **shared)
+    return pipeline.PipelineAsync.create(**shared)
+
+
+def shared_arguments(plan: Plan, edge: Edge, barrier_storage: Any) -> dict[str, Any]:
+    """What a pipeline of any kind is made from, by the names that pipelines have for it."""
+    from cutlass import pipeline
+
     counts = {
         "producer_group": arrivals(plan, edge, "full"),
         "consumer_group": arrivals(plan, edge, "empty"),
@@ -325,27 +270,9 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> Ends:
         group: pipeline.CooperativeGroup(pipeline.Agent.Thread, max(count, 1))
         for group, count in counts.items()
     }
-    common = {"num_stages": edge.stages, "barrier_storage": barrier_storage, "defer_sync": True}
-    layout = cute.make_layout((ctas, 1, 1, 1)) if "umma" in edge.kind else None
-    if edge.kind == "tma":
-        ring = pipeline.PipelineTmaAsync.create(tx_count=edge.stage_bytes, **groups, **common)
-    elif edge.kind == "tma_umma":
-        ring = pipeline.PipelineTmaUmma.create(
-            tx_count=ctas * edge.stage_bytes, cta_layout_vmnk=layout, **groups, **common
-        )
-    elif edge.kind == "umma":
-        ring = pipeline.PipelineUmmaAsync.create(cta_layout_vmnk=layout, **groups, **common)
-    elif edge.kind == "threads_umma":
-        ring = pipeline.PipelineAsyncUmma.create(cta_layout_vmnk=layout, **groups, **common)
-    else:
-        ring = pipeline.PipelineAsync.create(**groups, **common)
-    if ctas > 1:
-        # The pipelines compute whom to tell from the CTA's rank. Constants take no registers: with
-        # D = 128, the rank, needed everywhere, was spilled.
-        by_hardware = BY_HARDWARE[edge.kind]
-        ring = replace(
-            ring,
-            producer_mask=BOTH_CTAS if "full" in by_hardware else LEADER,
-            consumer_mask=BOTH_CTAS if "empty" in by_hardware else LEADER,
-        )
-    return Ends(*ring.make_participants())
+    return {
+        "num_stages": edge.stages,
+        "barrier_storage": barrier_storage,
+        "defer_sync": True,
+        **groups,
+    }

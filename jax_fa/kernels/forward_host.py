@@ -13,9 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from jax_fa.kernels import bias as biases
-from jax_fa.kernels import combine, dense_mask, forward_work, primitives, softmax, tiles
+from jax_fa.kernels import dense_mask, forward_work, primitives, softmax, tiles
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
-from jax_fa.spec import division
 
 
 class ForwardCall(NamedTuple):
@@ -80,24 +79,11 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> ForwardView
         atoms[name], arrays[name] = primitives.tma_load(array, layout, shape, variant.plan.ctas)
     out_shape = cute.product_each(layouts.out.outer.shape)
     atoms["out"], arrays["out"] = primitives.tma_store(gOut, layouts.out, out_shape)
-    results = _results(variant, call, gOut)
+    results = results_of(variant, call, gOut)
     return ForwardViews(forward_work.Tma(**atoms), forward_work.Arrays(**arrays, **results))
 
 
-def plain_arrays(variant: Any, call: ForwardCall) -> forward_work.Arrays:
-    """The arrays of a forward without TMA, all as threads see them."""
-    widths = call.widths
-    out = dense(call.out, call.queries, widths.v)
-    return forward_work.Arrays(
-        q=dense(call.q, call.queries, widths.qk),
-        k=dense(call.k, call.keys, widths.qk),
-        v=dense(call.v, call.keys, widths.v),
-        out=out,
-        **_results(variant, call, out),
-    )
-
-
-def _results(variant: Any, call: ForwardCall, out: cute.Tensor) -> dict[str, cute.Tensor]:
+def results_of(variant: Any, call: ForwardCall, out: cute.Tensor) -> dict[str, cute.Tensor]:
     """What threads write: ``out`` and lse, or parts of them."""
     if not variant.key.is_split:
         return {"out_rows": out, "lse": dense_stats(call.lse, call.queries)}
@@ -109,7 +95,7 @@ def _results(variant: Any, call: ForwardCall, out: cute.Tensor) -> dict[str, cut
 
 
 @cute.jit
-def _num_q_blocks(variant: cutlass.Constexpr, call: ForwardCall, positions: Int32 | int) -> Int32:
+def blocks_of_batch(variant: cutlass.Constexpr, call: ForwardCall, positions: Int32 | int) -> Int32:
     """Blocks of ``positions`` queries in a batch."""
     blocks = cute.ceil_div(call.queries.length, positions)
     if const_expr(variant.is_general):
@@ -117,37 +103,6 @@ def _num_q_blocks(variant: cutlass.Constexpr, call: ForwardCall, positions: Int3
             # Each sequence, and what lies behind the last, may end in a partly filled block.
             blocks = call.queries.length // positions + call.scalars.sequences.num_sequences + 1
     return blocks
-
-
-@cute.jit
-def forward_packing(variant: cutlass.Constexpr, call: ForwardCall) -> division.Packing:
-    """How query heads share tiles, if that pays."""
-    block_q, group = variant.config.block_q, call.queries.heads // call.keys.heads
-    packed = division.packing(block_q, group)
-    plain = division.Packing(1, block_q, group, group)
-    before, after = (
-        cute.ceil_div(p.units * _num_q_blocks(variant, call, p.positions), variant.plan.ctas)
-        for p in (plain, packed)
-    )
-    pays = division.packing_pays(after, before)
-    return division.Packing(
-        packed.heads if pays else Int32(plain.heads),
-        packed.positions if pays else Int32(plain.positions),
-        packed.units if pays else plain.units,
-        group,
-    )
-
-
-def forward_granules(
-    variant: Any, call: ForwardCall, layout: cute.ComposedLayout
-) -> forward_work.Granules:
-    """The query array as TMA copies pieces of a packed tile, to shared memory of ``layout``."""
-    by_granules = cute.select(primitives.by_granules(layout.outer), mode=[0, 1])
-    granule = cute.make_composed_layout(layout.inner, 0, by_granules)
-    queries = dense(call.q, call.queries, call.widths.qk)
-    shape = (division.GRANULE, variant.key.head_dim)
-    loads = primitives.tma_load(queries, granule, shape, variant.plan.ctas)
-    return forward_work.Granules(loads.atom, loads.array)
 
 
 LONG_KEYS = 1 << 16
@@ -170,7 +125,7 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = 
     if const_expr(key.is_split):
         # Every part of a tile counts as a head of its own: work_on in forward_work.
         num_heads, group = num_heads * num_splits, group * num_splits
-    num_q_blocks = _num_q_blocks(variant, call, positions)
+    num_q_blocks = blocks_of_batch(variant, call, positions)
     kv_bytes = call.keys.length * (2 * (key.head_dim + key.value_dim)) // group
     num_ctas = call.num_sms
     if const_expr(ctas > 1):
@@ -293,10 +248,5 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
             stream=stream,
         )
         launch(variant, call)
-        if const_expr(key.is_split):
-            parts, whole = combine.Pointers(out_parts, lse_parts), combine.Pointers(out, lse)
-            rows = batch * q_len * num_q_heads
-            if num_splits > 1:
-                combine.merge(variant, parts, whole, rows, call.widths.v, num_splits, stream)
 
     return forward

@@ -2,7 +2,8 @@
 
 A variant is anything with ``key``, ``config``, ``plan``, ``dtype`` and ``is_general``; a context
 ``x`` anything with ``arrays``, ``scalars``, ``order``, ``smem`` and ``tma``, and, if its config
-``packs_heads``, ``packing`` and ``granules``.
+``packs_heads``, ``packing`` and ``granules``, the query array for TMA to copy ``division.GRANULE``
+rows at a time.
 """
 
 from typing import Any, NamedTuple
@@ -65,13 +66,6 @@ class Arrays(NamedTuple):
     lse: cute.Tensor  # (T, N, B)
 
 
-class Granules(NamedTuple):
-    """The query array for TMA to copy ``division.GRANULE`` rows at a time."""
-
-    tma: cute.CopyAtom
-    q: cute.Tensor  # (T, D, N, B)
-
-
 class Scalars(NamedTuple):
     """Run-time values that every tile shares."""
 
@@ -112,11 +106,9 @@ class Work(NamedTuple):
 
 @cute.jit
 def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
-    """The tile at a position of this CTA's list."""
+    """The tile at a position of this CTA's list, where CTAs share no products."""
     if const_expr(not variant.config.is_persistent):
         tile = tiles.one_per_cta(x.order, slot)
-    elif const_expr(variant.plan.ctas > 1):
-        tile = tiles.cluster_order(x.order, slot, variant.plan.ctas)
     elif const_expr(variant.key.mask == "full"):
         tile = tiles.row_order(x.order, slot)
     elif const_expr(variant.key.mask == "causal"):
@@ -186,7 +178,7 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
             visited = segments.visited(x.smem.found, block_kv)
             start, end = cutlass.max(start, visited.start), cutlass.min(end, visited.end)
         if dense_mask.is_present(scalars.mask):
-            start, end = dense_mask.narrowed(x.smem.found, segments.Stretch(start, end))
+            start, end = dense_mask.narrowed(x.smem.found, tiles.Stretch(start, end))
     blocks = Blocks(start, full_start, full_end, end)
     blocks = unmasked_blocks(variant, scalars, blocks, x.smem.found, block_kv)
     start, full_start, full_end, end = blocks
@@ -202,7 +194,7 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
             tiles.EXTREMES,
         )
         if dense_mask.is_present(scalars.mask):
-            start, end = dense_mask.narrowed(x.smem.found, segments.Stretch(start, end))
+            start, end = dense_mask.narrowed(x.smem.found, tiles.Stretch(start, end))
     num_blocks = end - start
     if const_expr(variant.is_general):
         if dense_mask.is_present(scalars.mask):
@@ -251,7 +243,7 @@ def narrow_keys(variant: cutlass.Constexpr, x: Any) -> None:
     span = span_of(variant, x, tile)
     blocks = seen_from(variant, x, span).blocks
     end = cutlass.min(blocks.end * config.block_kv, span.swept_len)
-    searched = segments.Stretch(blocks.start * config.block_kv, end)
+    searched = tiles.Stretch(blocks.start * config.block_kv, end)
     if tiles.is_present(scalars.q_segments):
         _find_segment_keys(variant, x, tile, span, searched)
     if dense_mask.is_present(scalars.mask):
@@ -263,8 +255,8 @@ def narrow_keys(variant: cutlass.Constexpr, x: Any) -> None:
             first = tile.kv_head * x.packing.group + head % x.packing.units * x.packing.heads
             heads = dense_mask.Heads(tile.batch, first, first + x.packing.heads)
         positions = positions_of_tile(variant, x)
-        rows = segments.Stretch(span.first_row, span.first_row + positions)
-        swept = segments.Stretch(blocks.start, blocks.end)
+        rows = tiles.Stretch(span.first_row, span.first_row + positions)
+        swept = tiles.Stretch(blocks.start, blocks.end)
         sweep = dense_mask.Sweep(True, config.block_kv, config.block_q, variant.plan.threads)
         dense_mask.find_blocks(x.smem.found, scalars.mask, heads, rows, swept, sweep)
 
@@ -275,7 +267,7 @@ def _find_segment_keys(
     x: Any,
     tile: tiles.Tile,
     span: tiles.Span,
-    searched: segments.Stretch,
+    searched: tiles.Stretch,
 ) -> None:
     """Finds those of the keys ``searched`` that share a segment with the tile."""
     scalars, sequences, config = x.scalars, x.scalars.sequences, variant.config
@@ -313,9 +305,9 @@ def load_granules(
     shape = (division.GRANULE, variant.key.head_dim)
     for g in cutlass.range(cute.size(sQ, mode=[2]), unroll=1):
         row = tiles.row_at(x.packing, work.tile, work.span.first_row, first + g * division.GRANULE)
-        rows = x.granules.q[None, None, row.head, work.tile.batch]
+        rows = x.granules.array[None, None, row.head, work.tile.batch]
         rows = cute.domain_offset((work.span.own_start + row.position, 0), rows)
         target, source = primitives.tma_views(
-            x.granules.tma, sQ, cute.local_tile(rows, shape, (None, 0))
+            x.granules.atom, sQ, cute.local_tile(rows, shape, (None, 0))
         )
-        cute.copy(x.granules.tma, source[None, 0], target[None, g, stage], tma_bar_ptr=barrier)
+        cute.copy(x.granules.atom, source[None, 0], target[None, g, stage], tma_bar_ptr=barrier)

@@ -5,7 +5,7 @@ products run. Where the elements are of 16 bits and neighbours along a fragment'
 two; else one.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -18,18 +18,11 @@ from jax_fa.kernels.forward_work import Work
 from jax_fa.kernels.fragment_rows import rows_of_thread
 
 
-class RowBytes(NamedTuple):
-    """Addresses of the bias of a thread's two rows of scores."""
-
-    upper: Int64
-    lower: Int64
-
-
 @cute.jit
 def load_rows(
     words: cute.Tensor,
     bias: Bias,
-    rows: RowBytes,
+    rows: list[Int64],
     first_key: Int32,
     columns: cutlass.Constexpr[int],
 ) -> None:
@@ -38,7 +31,7 @@ def load_rows(
     Args:
         words: one for each score; elements of 16 bits take half of them.
         bias: where they come from.
-        rows: of the thread.
+        rows: addresses of the bias of the thread's rows of scores.
         first_key: that of the thread's first column.
         columns: of the fragment.
     """
@@ -83,7 +76,7 @@ def load(
         row = biases.row_of(bias, work.tile.batch, at.head, at.position)
         addresses.append(biases.address_of(bias, row))
     first_key = block * block_kv + fragments.first_column(c.thread)
-    load_rows(words, bias, RowBytes(*addresses), first_key, block_kv)
+    load_rows(words, bias, addresses, first_key, block_kv)
 
 
 @cute.jit

@@ -17,13 +17,12 @@ from jax_fa.kernels import (
     fragment_softmax,
     fragments,
     primitives,
-    softmax,
     tiles,
 )
-from jax_fa.kernels import bias as biases
+from jax_fa.kernels.backward_rows import Destination
 from jax_fa.kernels.backward_work import Step, Work
 from jax_fa.spec import division
-from jax_fa.spec.band import row_range
+from jax_fa.spec.band_of_keys import row_range
 
 
 def own_columns(c: Any, stats: cute.Tensor) -> cute.Tensor:
@@ -70,7 +69,7 @@ def exponentiate(
                 cute.math.exp2(scores[i] * score_log2 - pair[i], fastmath=True) for i in range(2)
             ]
             if const_expr(variant.key.has_bias):
-                powers = [biases.probability(power) for power in powers]
+                powers = [backward_rows.probability(power) for power in powers]
             word = fragments.ROWS * group + r
             p_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
             if const_expr(variant.key.has_soft_cap):
@@ -111,7 +110,7 @@ def mask_block(variant: cutlass.Constexpr, x: Any, c: Any, work: Work, at: Step)
         key = first_key + fragments.row_in_tile(c.thread) + 8 * r
         rows = row_range(window, key, tiles.EXTREMES)
         end = rows.hi if key < window.kv_len else 0
-        visible.append(softmax.Visible(rows.lo - first_column, end - first_column))
+        visible.append(tiles.Stretch(rows.lo - first_column, end - first_column))
     fragment_softmax.mask(c.s, visible, two_sided=True)
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.q_segments):
@@ -199,17 +198,25 @@ def store(
     if x.scalars.splits == 1:
         if const_expr("dk" in owned):
             dk = cute.domain_offset(dk_at, x.arrays.dk[place])
-            backward_rows.store_rows(c.dk, x.scalars.scale, dk, c.thread, num_rows, dk_left)
+            backward_rows.store_rows(
+                c.dk, x.scalars.scale, Destination(dk, c.thread, num_rows, dk_left)
+            )
         if const_expr("dv" in owned):
             dv = cute.domain_offset(dv_at, x.arrays.dv[place])
-            backward_rows.store_rows(c.dv, Float32(1.0), dv, c.thread, num_rows, dv_left)
+            backward_rows.store_rows(
+                c.dv, Float32(1.0), Destination(dv, c.thread, num_rows, dv_left)
+            )
     else:
         part = work.tile.head % x.scalars.splits
         sums = x.scratch.dkv_sums + part.to(Int64) * backward_rows.dkv_elements(x.arrays)
         if const_expr("dk" in owned):
             dk = cute.domain_offset(dk_at, backward_rows.like(x.arrays.dk, sums)[place])
-            backward_rows.store_floats(c.dk, x.scalars.scale, dk, c.thread, num_rows, dk_left)
+            backward_rows.store_floats(
+                c.dk, x.scalars.scale, Destination(dk, c.thread, num_rows, dk_left)
+            )
         if const_expr("dv" in owned):
             dv = backward_rows.like(x.arrays.dv, sums + cute.size(x.arrays.dk.shape))
             dv = cute.domain_offset(dv_at, dv[place])
-            backward_rows.store_floats(c.dv, Float32(1.0), dv, c.thread, num_rows, dv_left)
+            backward_rows.store_floats(
+                c.dv, Float32(1.0), Destination(dv, c.thread, num_rows, dv_left)
+            )

@@ -75,7 +75,7 @@ def mask_by_place(
     visible = []
     for row in rows:
         keys = key_range(work.window, row, tiles.EXTREMES)
-        visible.append(softmax.Visible(keys.lo - first_key, keys.hi - first_key))
+        visible.append(tiles.Stretch(keys.lo - first_key, keys.hi - first_key))
     fragment_softmax.mask(scores, visible, variant.is_general)
     if const_expr(variant.is_general):
         if tiles.is_present(scalars.q_segments):
@@ -111,8 +111,9 @@ def finish_rows(
     factors = cute.make_rmem_tensor((fragments.ROWS,), Float32)
     out_rows = fragments.by_row(c.out)
     for r in cutlass.range_constexpr(fragments.ROWS):
-        row, maximum, total = rows[r], state.maximum[r], state.total[r]
-        factor, lse = fragment_softmax.finish_row(maximum, total, x.scalars.scale_log2, sinks[r])
+        row, maximum_log2 = rows[r], state.maximum[r] * x.scalars.scale_log2
+        total = fragment_softmax.quad_sum(state.total[r])
+        factor, lse = softmax.finish_whole_row(maximum_log2, total, sinks[r])
         if const_expr(variant.is_general):
             if row.position >= span.own_len:
                 factor, lse = Float32(0.0), -Float32.inf

@@ -6,7 +6,6 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from jax_fa.kernels.fragments import ROWS, by_row, column_of
-from jax_fa.kernels.softmax import RowResult, finish_whole_row
 from jax_fa.spec.division import WORD_KEYS
 
 
@@ -125,12 +124,6 @@ def power(
 
 
 @cute.jit
-def finish_row(maximum: Float32, total: Float32, scale_log2: Float32, sink: Float32) -> RowResult:
-    """``finish_whole_row`` of unscaled statistics; ``total`` is this thread's part of the sum."""
-    return finish_whole_row(maximum * scale_log2, quad_sum(total), sink)
-
-
-@cute.jit
 def scale_rows(acc: cute.Tensor, factors: cute.Tensor) -> None:
     """Multiplies each row of an accumulator by its factor."""
     rows = by_row(acc)
@@ -141,8 +134,9 @@ def scale_rows(acc: cute.Tensor, factors: cute.Tensor) -> None:
 
 @cute.jit
 def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]) -> None:
-    """Sets the scores outside each row's ``Visible`` columns to -inf.
+    """Sets the scores outside each row's ``Stretch`` of visible columns to -inf.
 
+    Columns count from this thread's first.
     ``two_sided`` is False where no row has invisible columns before its visible ones.
     """
     scores = by_row(acc)
@@ -151,7 +145,7 @@ def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]) -> No
             column = column_of(i)
             is_visible = column < rows[row].end
             if cutlass.const_expr(two_sided):
-                is_visible = is_visible & (column >= rows[row].first)
+                is_visible = is_visible & (column >= rows[row].start)
             scores[row, i] = scores[row, i] if is_visible else -Float32.inf
 
 

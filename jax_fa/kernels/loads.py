@@ -35,13 +35,6 @@ class Detour(NamedTuple):
     phase: Int32
 
 
-class CopyViews(NamedTuple):
-    """A ring and the blocks of an array, as the TMA copy of an operand takes them."""
-
-    stages: cute.Tensor  # (tile[, stages])
-    blocks: cute.Tensor  # (tile, blocks)
-
-
 def operand(x: Any, name: str, stage: Int32 | None = None) -> Operand:
     """The operand ``name`` of a context, with its whole ring or with one ``stage`` of it."""
     ring = getattr(x.smem, name)
@@ -50,12 +43,13 @@ def operand(x: Any, name: str, stage: Int32 | None = None) -> Operand:
     return Operand(getattr(x.tma, name), getattr(x.arrays, name), ring)
 
 
-def _views(loaded: Operand, rows: Rows) -> CopyViews:
+def _views(loaded: Operand, rows: Rows) -> primitives.TmaViews:
+    """The ring, (tile[, stages]), and the blocks of the array, (tile, blocks)."""
     array = loaded.array[None, None, rows.head, rows.batch]
     array = cute.domain_offset((rows.first, 0), array)
     shape = tuple(cute.size(loaded.ring, mode=[mode]) for mode in (0, 1))
     blocks = cute.local_tile(array, shape, (None, 0))
-    return CopyViews(*primitives.tma_views(loaded.tma, loaded.ring, blocks))
+    return primitives.tma_views(loaded.tma, loaded.ring, blocks)
 
 
 def load(loaded: Operand, rows: Rows, block: Int32 | int, slot: Any) -> None:
@@ -64,7 +58,7 @@ def load(loaded: Operand, rows: Rows, block: Int32 | int, slot: Any) -> None:
     A ring without a mode of stages has a single place for blocks.
     """
     views = _views(loaded, rows)
-    source, target = views.blocks[None, block], views.stages
+    source, target = views.gmem[None, block], views.smem
     if cute.rank(target) > 1:
         target = target[None, slot.index]
     cute.copy(loaded.tma, source, target, tma_bar_ptr=slot.barrier)
@@ -83,19 +77,14 @@ def load_zero_filled(
         The phase of the detour for the next call.
     """
     height = cute.size(loaded.ring, mode=[0])
-    views = _views(loaded, rows)
-    phase = detour.phase
+    views, phase = _views(loaded, rows), detour.phase
     if num_used >= height:
-        source, target = views.blocks[None, block], views.stages[None, slot.index]
+        source, target = views.gmem[None, block], views.smem[None, slot.index]
         cute.copy(loaded.tma, source, target, tma_bar_ptr=slot.barrier)
     else:
-        source, target = views.blocks[None, block], views.stages[None, slot.index]
+        source, target = views.gmem[None, block], views.smem[None, slot.index]
         tile = loaded.ring[None, None, slot.index]
-        size_bytes = copy_zero_filled(
-            loaded.tma, source, target, tile, num_used, Detour(detour.barrier, phase)
-        )
-        with cute.arch.elect_one():
-            primitives.complete_tx(slot.barrier, size_bytes)
+        copy_zero_filled(loaded.tma, source, target, tile, num_used, slot, detour)
         phase = phase ^ 1
     return phase
 
@@ -107,9 +96,12 @@ def copy_zero_filled(
     target: cute.Tensor,
     tile: cute.Tensor,
     num_used: Int32,
+    slot: Any,
     detour: Detour,
-) -> int:
+) -> None:
     """Copies a block, waits for it at the detour, and zeroes its rows from ``num_used`` on.
+
+    Then its bytes count at the barrier of ``slot``.
 
     Args:
         tma: the copy.
@@ -117,10 +109,8 @@ def copy_zero_filled(
         target: its place in shared memory, likewise.
         tile: the same place, (rows, columns).
         num_used: rows of the block that are the sequence's.
+        slot: of the ring.
         detour: where the copy completes.
-
-    Returns:
-        The bytes that the barrier of the ring now has to be told of.
     """
     height, width = (cute.size(tile, mode=[mode]) for mode in (0, 1))
     size_bytes = height * width * tile.element_type.width // 8
@@ -129,4 +119,5 @@ def copy_zero_filled(
     cute.copy(tma, source, target, tma_bar_ptr=detour.barrier)
     cute.arch.mbarrier_wait(detour.barrier, detour.phase)
     primitives.zero_fill_rows(tile, num_used)
-    return size_bytes
+    with cute.arch.elect_one():
+        primitives.complete_tx(slot.barrier, size_bytes)

@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from jax_fa.kernels import edges, tiles
+from jax_fa.kernels.tiles import Stretch
 from jax_fa.spec.band import MAX_LENGTH, ceil_div
 
 WORDS = 4
@@ -29,13 +30,6 @@ class Ids(NamedTuple):
 
     lowest: Int32
     highest: Int32
-
-
-class Stretch(NamedTuple):
-    """Elements, or blocks of them, from ``start`` to before ``end``."""
-
-    start: Int32
-    end: Int32
 
 
 def reset(found: cute.Tensor) -> None:

@@ -9,7 +9,7 @@ import math
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, cute
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -51,10 +51,3 @@ def finish_whole_row(maximum_log2: Float32, total: Float32, sink: Float32) -> Ro
     factor = Float32(0.0) if is_empty else own * cute.arch.rcp_approx(denominator)
     lse = (reference + cute.math.log2(denominator, fastmath=True)) * LN_2
     return RowResult(factor, -Float32.inf if is_empty else lse)
-
-
-class Visible(NamedTuple):
-    """Columns ``first <= column < end`` of one row, relative to this thread's first column."""
-
-    first: Int32 | int
-    end: Int32

@@ -6,7 +6,6 @@ Persistent kernels give CTA ``c`` of ``C`` the positions c, c + C, c + 2 C, ... 
 role walks it by itself, so no role tells another what comes next.
 
 * ``row_order``: the blocks of a head, then the next head: for work where all tiles cost the same.
-* ``cluster_order``: the same for clusters of CTAs that share what they sweep.
 * ``longest_first``: heads in bands whose swept sides fit the L2 cache together; in a band,
   the last block of every head, then the one before it (LPT scheduling; FlashAttention-4 reports 4
   to 14 % from it on H200). Note [Bands].
@@ -130,17 +129,13 @@ class Tile(NamedTuple):
     batch: Int32
 
 
-def _tile(order: Order, slot: Int32, is_valid: Boolean, head: Int32, block: Int32) -> Tile:
+def tile_of(order: Order, slot: Int32, is_valid: Boolean, head: Int32, block: Int32) -> Tile:
+    """The tile of a block of a head, counted through all batches."""
     # An invalid tile may lie anywhere, but what is read about its sequence must exist.
     head = cutlass.min(head, order.num_heads - 1)
     in_batch = head % order.heads_per_batch
     kv_head, batch = in_batch // order.group, head // order.heads_per_batch
     return Tile(is_valid, slot, block, in_batch, kv_head, batch)
-
-
-def rank_in_cluster(ctas: int) -> Int32 | int:
-    """Number of this CTA among the ``ctas`` of its cluster, which lie along the grid."""
-    return 0 if ctas == 1 else cute.arch.block_idx()[0] % ctas
 
 
 class Clusters(NamedTuple):
@@ -164,7 +159,7 @@ def row_order(order: Order, slot: Int32, ctas: int = 1) -> Tile:
     """
     clusters = _clusters(ctas)
     index = slot * clusters.number + clusters.own
-    return _tile(
+    return tile_of(
         order,
         slot,
         index < order.num_heads * order.num_blocks,
@@ -174,8 +169,8 @@ def row_order(order: Order, slot: Int32, ctas: int = 1) -> Tile:
 
 
 def num_tiles(order: Order, ctas: int = 1) -> Int32:
-    """Tiles of all heads; for ``cluster_order`` with those that fill up the last clusters."""
-    return order.num_heads // order.group * _tiles_of_group(order, ctas)
+    """Tiles of all heads; for ``clusters.in_order`` with those that fill up the last clusters."""
+    return order.num_heads // order.group * tiles_of_group(order, ctas)
 
 
 def are_as_many_as_ctas(order: Order) -> Boolean:
@@ -183,29 +178,9 @@ def are_as_many_as_ctas(order: Order) -> Boolean:
     return _clusters(1).number == order.num_heads * order.num_blocks
 
 
-def _tiles_of_group(order: Order, ctas: int) -> Int32:
+def tiles_of_group(order: Order, ctas: int) -> Int32:
     """Tiles of the heads of a key/value head, filled up to whole clusters."""
     return cute.ceil_div(order.group * order.num_blocks, ctas) * ctas
-
-
-def cluster_order(order: Order, slot: Int32, ctas: int) -> Tile:
-    """The same, where the ``ctas`` CTAs of a cluster work on tiles that sweep the same rows.
-
-    Tiles follow each other by key/value head, head, block. What the last cluster of a key/value
-    head lacks are blocks behind the last row.
-    """
-    cta, *_ = cute.arch.block_idx()
-    num_ctas, *_ = cute.arch.grid_dim()
-    index, of_group = slot * num_ctas + cta, _tiles_of_group(order, ctas)
-    place = index % of_group
-    head = cutlass.min(place // order.num_blocks, order.group - 1)
-    return _tile(
-        order,
-        slot,
-        index < num_tiles(order, ctas),
-        index // of_group * order.group + head,
-        place - head * order.num_blocks,
-    )
 
 
 @cute.jit
@@ -238,7 +213,7 @@ def _in_round(order: Order, slot: Int32, ctas: int) -> Tile:
 
 def _in_band(order: Order, slot: Int32, first_head: Int32, num_heads: Int32, place: Int32) -> Tile:
     """The tile at ``place`` in a band of ``num_heads`` heads."""
-    return _tile(
+    return tile_of(
         order,
         slot,
         place < num_heads * order.num_blocks,
@@ -364,16 +339,16 @@ def offset_of(q_offset: cute.Pointer, sequence: Int32) -> Int32:
     return cutlass.max(cutlass.min(offset, MAX_OFFSET), -MAX_OFFSET)
 
 
-class Slot(NamedTuple):
-    """Rows of an array that belong to one packed sequence, used or not."""
+class Stretch(NamedTuple):
+    """Rows, other elements, or blocks of them, from ``start`` to before ``end``."""
 
     start: Int32
     end: Int32
 
 
 @cute.jit
-def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> Slot:
-    """Slot ``number`` of an array of ``length`` rows: Note [Borders].
+def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> Stretch:
+    """The rows, used or not, of sequence ``number`` in an array of ``length``: Note [Borders].
 
     All lanes of a warp call.
     """
@@ -381,7 +356,7 @@ def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> Slot:
     for i in cutlass.range(cute.arch.lane_idx(), number + 1, edges.WARP, unroll=1):
         highest = cutlass.max(highest, element(cu_seqlens, i))
     start = cutlass.min(cute.arch.warp_redux_sync(highest, "max"), length)
-    return Slot(start, cutlass.max(cutlass.min(element(cu_seqlens, number + 1), length), start))
+    return Stretch(start, cutlass.max(cutlass.min(element(cu_seqlens, number + 1), length), start))
 
 
 @cute.jit
@@ -436,7 +411,7 @@ def locate(sequences: Sequences, tile: Tile, tile_rows: Int32 | int) -> Span:
             highest = cute.arch.shuffle_sync(end, edges.WARP - 1)
             begin = begin + edges.WARP
         number = cutlass.max(found, 0)
-        swept = Slot(Int32(0), Int32(0))
+        swept = Stretch(Int32(0), Int32(0))
         if number < s.num_sequences:
             swept = slot_at(s.cu_seqlens.swept, number, s.rows.swept)
         clamped = cutlass.min(number, s.num_sequences - 1)

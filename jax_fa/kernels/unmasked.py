@@ -52,3 +52,9 @@ def hides_pairs(
         if dense_mask.is_present(scalars.mask):
             hides = hides | dense_mask.hides(found, block)
     return hides
+
+
+@cute.jit
+def next_hides_pairs(variant: cutlass.Constexpr, x: Any, blocks: Blocks, block: Int32) -> Boolean:
+    """``hides_pairs`` of the block of the next step; of another one, after the last."""
+    return hides_pairs(variant, x.scalars, blocks, x.smem.found, cutlass.max(block, 0))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar, cast
 
 from jax_fa.spec.arch import Operation, arch_of_target
 from jax_fa.spec.config_mma_sync import (
@@ -57,8 +55,7 @@ def choose_forward(key: KernelKey) -> ForwardConfig:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
     folder = _folder(key, "fwd")
-    chosen = few_queries(key) if key.is_few else _FORWARDS[folder](key)
-    return _without_spills(chosen, key, "fwd")
+    return few_queries(key) if key.is_few else _FORWARDS[folder](key)
 
 
 def choose_backward(key: KernelKey) -> BackwardConfig:
@@ -67,7 +64,7 @@ def choose_backward(key: KernelKey) -> BackwardConfig:
     Raises:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
-    return _without_spills(_BACKWARDS[_folder(key, "bwd")](key), key, "bwd")
+    return _BACKWARDS[_folder(key, "bwd")](key)
 
 
 def choose_dbias(key: KernelKey) -> BiasGradientConfig:
@@ -77,24 +74,6 @@ def choose_dbias(key: KernelKey) -> BiasGradientConfig:
         NotImplementedError: no kernel is written for its architecture or head sizes.
     """
     return _BIAS_GRADIENTS[_folder(key, "dbias")](key)
-
-
-_WITHOUT_SPILLS: dict[tuple[str, Operation, str], dict[str, int]] = {
-    ("sm_120", "fwd", "d128_general_split"): {"opt_level": 1},
-    ("sm_120", "bwd", "d128_causal"): {"opt_level": 1},
-    ("sm_120", "bwd", "d192v128_causal"): {"parts": 4},
-}
-"""What is otherwise for kernels of which 56, 8 and 8 bytes would spill (DSL 4.8.1), by target,
-operation, and name without the element type."""
-
-Chosen = TypeVar("Chosen", ForwardConfig, BackwardConfig)
-
-
-def _without_spills(chosen: Chosen, key: KernelKey, operation: Operation) -> Chosen:
-    """The configuration, with what keeps a kernel from spilling."""
-    _, _, name = stem(key).partition("_")
-    changes: Any = _WITHOUT_SPILLS.get((key.arch, operation, name), {})
-    return cast(Chosen, replace(cast(Any, chosen), **changes))
 
 
 _FORWARDS: dict[str, Callable[[KernelKey], ForwardConfig]] = {

@@ -99,7 +99,9 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     is_general, is_small = key.mask == "general", key.arch == "sm_120"
     if key.head_dim <= 128:
         block_kv = 48 if is_general else 32 if is_small else 64
-        return MmaSyncForward(block_kv, packs_heads=packs_heads)
+        # Of split keys on 12.x, 56 bytes would spill at the higher level (DSL 4.8.1).
+        opt_level = 1 if is_small and key.is_split else 3
+        return MmaSyncForward(block_kv, packs_heads=packs_heads, opt_level=opt_level)
     if key.head_dim <= 192:
         block_kv = 48 if is_general != is_small else 32 if is_general else 64
         return MmaSyncForward(block_kv, stages=1, packs_heads=packs_heads)
@@ -262,11 +264,13 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     if key.head_dim > 192:
         return MmaSyncBackward(8, stages=2, parts=4, work_words=SWEEP_WORDS, splits_results=True)
     # A general mask takes registers: of halves of a block, some 400 bytes spill.
-    is_tight = key.has_bias or (key.head_dim > 128 and key.mask == "general")
+    # Of a causal one on 12.x, 8 bytes spill: with 192/128, of halves, else at the higher level.
+    is_large, is_small_causal = key.head_dim > 128, key.arch == "sm_120" and key.mask == "causal"
+    is_tight = key.has_bias or (is_large and (key.mask == "general" or is_small_causal))
     parts = 4 if is_tight else 2
     # For 10.x, of 192/128 in bfloat16 with a bias, 8 bytes spill at the higher level.
-    is_tighter = key.has_bias and key.head_dim > 128 and _capability(key) // 10 == 10
-    opt_level = 1 if is_tighter else 3
+    is_tighter = key.has_bias and is_large and _capability(key) // 10 == 10
+    opt_level = 1 if is_tighter or (is_small_causal and not is_large) else 3
     return MmaSyncBackward(4, parts=parts, work_words=SWEEP_WORDS, opt_level=opt_level)
 
 

@@ -56,7 +56,8 @@ class Variant:
     @property
     def module(self) -> str:
         """Its module in ``kernels/``, which makes its host entry."""
-        return f"{self.kernels}.{'few' if self.key.is_few else self.operation}"
+        split = "few" if self.key.is_few else "fwd_split"
+        return f"{self.kernels}.{split if self.key.is_split else self.operation}"
 
     @property
     def name(self) -> str:

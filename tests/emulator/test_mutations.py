@@ -174,8 +174,8 @@ SOURCE_FAULTS = (
     Fault(
         "the mask shows one key too many",
         SOFTMAX,
-        "softmax.Visible(keys.lo - first_key, keys.hi - first_key)",
-        "softmax.Visible(keys.lo - first_key, keys.hi - first_key + 1)",
+        "tiles.Stretch(keys.lo - first_key, keys.hi - first_key)",
+        "tiles.Stretch(keys.lo - first_key, keys.hi - first_key + 1)",
         AssertionError,
         "out: error",
     ),

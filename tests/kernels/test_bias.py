@@ -316,7 +316,7 @@ HUGE = Biased(Case("huge", q_len=90, kv_len=134, heads=2), "TS", "float32", 5, -
 
 def probabilities_are_unbounded(kernels):
     """2 to the power of what rounding leaves."""
-    return {"bias.probability": lambda power: power}
+    return {"backward_rows.probability": lambda power: power}
 
 
 def every_head_is_the_first(kernels):
@@ -466,7 +466,7 @@ def test_kernels_without_a_fault_are_right(kernels, operation, biased):
 def kernel_modules():
     """Modules of the kernels, by their last names."""
     names = ["bias", "softmax", "fragment_bias", "fragment_softmax", "fragment_bias_columns"]
-    names += ["dbias_host", "dbias_rows", "dbias_work", "sm90.dbias_roles"]
+    names += ["dbias_host", "dbias_rows", "dbias_work", "backward_rows", "sm90.dbias_roles"]
     found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
     return SimpleNamespace(**found)
 

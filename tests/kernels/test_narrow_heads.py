@@ -134,13 +134,13 @@ MANY = 1 << 20
 def heads_end_where_tiles_do(monkeypatch):
     """Copies to shared memory go on into the columns of the next head."""
     from jax_fa.kernels.mma_sync import bwd_work, fwd_work
-    from jax_fa.kernels.mma_sync.loads import Extents
+    from jax_fa.kernels.mma_sync.loads import Limits
 
     def wrong(rows, columns):
-        return Extents(rows, columns + MANY)
+        return Limits(rows, columns + MANY)
 
     for module in (fwd_work, bwd_work):
-        monkeypatch.setattr(module, "Extents", wrong)
+        monkeypatch.setattr(module, "Limits", wrong)
 
 
 def all_columns_are_stored(monkeypatch):
@@ -149,8 +149,8 @@ def all_columns_are_stored(monkeypatch):
 
     right = backward_rows.store_rows
 
-    def wrong(acc, factor, rows, thread, num_rows, num_columns):
-        right(acc, factor, rows, thread, num_rows, num_columns + MANY)
+    def wrong(acc, factor, to):
+        right(acc, factor, to._replace(num_columns=to.num_columns + MANY))
 
     monkeypatch.setattr(backward_rows, "store_rows", wrong)
 

@@ -17,12 +17,11 @@ from jax_fa.kernels.edges import (
     SMEM_CAPACITY_BYTES,
     Edge,
     PlanError,
-    TmemRange,
     arrivals,
-    check,
 )
 from jax_fa.kernels.sm100 import plan_bwd
 from jax_fa.kernels.sm100.plan import FIRST_PAGE_BYTES
+from jax_fa.kernels.sm100.tensor_plan import TmemRange, check
 from jax_fa.spec import abi, backward_division, schema
 from jax_fa.spec.arch import ARCHS
 from jax_fa.spec.config import choose_backward

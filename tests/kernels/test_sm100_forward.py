@@ -17,11 +17,10 @@ from jax_fa.kernels.edges import (
     SMEM_CAPACITY_BYTES,
     Edge,
     PlanError,
-    TmemRange,
     arrivals,
-    check,
 )
 from jax_fa.kernels.sm100 import plan
+from jax_fa.kernels.sm100.tensor_plan import TmemRange, check
 from jax_fa.spec import abi, division
 from jax_fa.spec.arch import ARCHS, arch_named
 from jax_fa.spec.band import UNBOUNDED, Band

@@ -242,7 +242,7 @@ def kernel(request, tmp_path_factory):
     """(compiled kernel, its key)"""
     key = KEYS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    module = "mma_sync.few" if key.is_few else f"{request.param}.fwd"
+    module = "mma_sync.few" if key.is_few else f"{request.param}.fwd_split"
     return prebuilt(folder, module, key, choose_forward(key)), key
 
 

@@ -18,10 +18,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import (
-    dense_mask,
     edges,
     primitives,
-    segments,
     tiles,
 )
 from jax_fa.kernels.backward_host import (
@@ -43,7 +41,7 @@ from jax_fa.kernels.backward_work import (
     work_on,
 )
 from jax_fa.kernels.fragment_keys import differentiate, own_columns, store
-from jax_fa.kernels.mma_sync import bwd_shared, products
+from jax_fa.kernels.mma_sync import bwd_shared, products, shell
 from jax_fa.kernels.mma_sync.bwd_part import (
     acquire_dq,
     exponentiate_part,
@@ -119,13 +117,7 @@ def kernel(
         work=storage.found.data_ptr() + division.FOUND_WORDS,
     )
     x = BackwardContext(arrays, scratch, scalars, order, smem)
-    if const_expr(variant.is_general):
-        if dense_mask.narrows(scalars):
-            if cute.arch.thread_idx()[0] == 0:
-                segments.reset(smem.found)
-            cute.arch.sync_threads()
-            narrow_rows(variant, x)
-            cute.arch.sync_threads()
+    shell.narrow(variant, x, narrow_rows)
     attend(variant, x)
 
 

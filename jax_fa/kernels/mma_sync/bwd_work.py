@@ -11,7 +11,7 @@ from cutlass import Int32, Int64, const_expr
 from jax_fa.kernels import backward_rows, edges, fragments, primitives, tiles
 from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Work
 from jax_fa.kernels.mma_sync import products
-from jax_fa.kernels.mma_sync.loads import Extents, address_of_row, copy_row, piece_of_thread
+from jax_fa.kernels.mma_sync.loads import Limits, address_of_row, copy_row, piece_of_thread
 from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
 from jax_fa.spec.band import Blocks, Window
 from jax_fa.spec.config_mma_sync import WARP_ROWS, MmaSyncBackward
@@ -225,7 +225,7 @@ def load_keys(
     mine = piece_of_thread(tile, variant.plan.threads)
     step = tile.rows_of_pass(variant.plan.threads)
     rows = array[None, None, work.tile.kv_head, work.tile.batch]
-    there = Extents(work.window.kv_len, cute.size(rows, mode=[1]))
+    there = Limits(work.window.kv_len, cute.size(rows, mode=[1]))
     for i in cutlass.range_constexpr(tile.rows // step):
         row = mine.row + i * step
         key = work.tile.block * tile.rows + row
@@ -252,7 +252,7 @@ def load_queries(
     mine = piece_of_thread(tile, variant.plan.threads)
     step = tile.rows_of_pass(variant.plan.threads)
     rows = array[None, None, at.head, work.tile.batch]
-    there = Extents(work.window.q_len, cute.size(rows, mode=[1]))
+    there = Limits(work.window.q_len, cute.size(rows, mode=[1]))
     for i in cutlass.range_constexpr(tile.rows // step):
         row = mine.row + i * step
         query = at.q_block * variant.config.block_q + first + row

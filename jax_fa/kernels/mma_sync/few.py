@@ -23,12 +23,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import (
+    combine,
     dense_mask,
     edges,
     fragment_softmax,
     fragments,
     primitives,
-    segments,
     softmax,
     tiles,
 )
@@ -47,8 +47,8 @@ from jax_fa.kernels.forward_work import (
     work_on,
 )
 from jax_fa.kernels.fragment_rows import mask_by_place, mask_by_words
-from jax_fa.kernels.mma_sync import products
-from jax_fa.kernels.mma_sync.fwd_work import load_rows
+from jax_fa.kernels.mma_sync import products, shell
+from jax_fa.kernels.mma_sync.fwd_work import load_rows, multiply_keys, multiply_values
 from jax_fa.kernels.mma_sync.loads import address_of_row
 from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE, PIECE_BYTES, Panels
 from jax_fa.kernels.mma_sync.plan_few import few_plan, row_floats, row_of_threads
@@ -131,6 +131,13 @@ def make_entry(key: KernelKey, config: FewQueries) -> Callable:
 
 @cute.jit
 def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
+    """Launches the kernel, and the one that merges parts."""
+    launch_parts(variant, call)
+    combine.merge_parts(variant, call)
+
+
+@cute.jit
+def launch_parts(variant: cutlass.Constexpr, call: ForwardCall) -> None:
     """Launches the kernel."""
     config, queries, widths = variant.config, call.queries, call.widths
     parts = queries._replace(batch=queries.batch * call.scalars.num_splits)
@@ -183,12 +190,7 @@ def kernel(
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     x = FewContext(arrays, scalars, order, smem, packing)
-    if dense_mask.narrows(scalars):
-        if cute.arch.thread_idx()[0] == 0:
-            segments.reset(smem.found)
-        cute.arch.sync_threads()
-        narrow_keys(variant, x)
-        cute.arch.sync_threads()
+    shell.narrow(variant, x, narrow_keys)
     attend(variant, x)
 
 
@@ -335,10 +337,7 @@ def multiply_qk(
             a = fetch_q(variant, place, k)
         else:
             a = queries[k // products.DEPTH]
-        beside = tile.beside(keys, k)
-        for n in cutlass.range_constexpr(0, config.own_keys, 2 * products.COLUMNS):
-            b = products.fetch(beside + n * tile.width)
-            products.multiply(c.scores, n // products.COLUMNS, a, b, variant.dtype)
+        multiply_keys(variant, [c], [a], tile, tile.beside(keys, k), config.own_keys)
 
 
 @cute.jit
@@ -349,11 +348,7 @@ def multiply_pv(
     config, tile, lane = variant.config, tiles_of(variant).v, products.thread_index() % edges.WARP
     values = x.smem.v + stage * tile.size_bytes + warp * (config.own_keys * tile.width)
     values = values + products.by_rows(tile, lane)
-    for k in cutlass.range_constexpr(0, config.own_keys, products.DEPTH):
-        a = products.rounded_operand(c.scores, k, variant.dtype)
-        for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):
-            b = products.fetch(tile.beside(values, n) + k * tile.width, is_transposed=True)
-            products.multiply(c.out, n // products.COLUMNS, a, b, variant.dtype)
+    multiply_values(variant, [c], tile, values, config.own_keys)
 
 
 @cute.jit

@@ -19,13 +19,11 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import (
-    dense_mask,
     edges,
     fragment_bias,
     fragment_softmax,
     fragments,
     primitives,
-    segments,
     softmax,
     tiles,
 )
@@ -33,8 +31,7 @@ from jax_fa.kernels.forward_host import (
     ForwardCall,
     forward_entry,
     forward_order,
-    forward_packing,
-    plain_arrays,
+    results_of,
 )
 from jax_fa.kernels.forward_work import (
     Arrays,
@@ -48,7 +45,7 @@ from jax_fa.kernels.forward_work import (
     work_on,
 )
 from jax_fa.kernels.fragment_rows import finish_rows, mask_block, rows_of_thread, store_part
-from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync import products, shell
 from jax_fa.kernels.mma_sync.fwd_work import (
     ForwardContext,
     ForwardSmem,
@@ -57,12 +54,15 @@ from jax_fa.kernels.mma_sync.fwd_work import (
     load_queries,
     load_rows,
     make_row_tiles,
+    multiply_keys,
+    multiply_values,
     row_step,
     tiles_of,
 )
 from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE, PIECE_BYTES
 from jax_fa.kernels.mma_sync.plan import forward_plan
-from jax_fa.kernels.unmasked import hides_pairs
+from jax_fa.kernels.primitives import dense
+from jax_fa.kernels.unmasked import next_hides_pairs
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import MmaSyncForward
 from jax_fa.spec.key import KernelKey
@@ -94,13 +94,7 @@ def kernel(
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     x = ForwardContext(arrays, scalars, order, smem, packing)
-    if const_expr(variant.is_general):
-        if dense_mask.narrows(scalars):
-            if cute.arch.thread_idx()[0] == 0:
-                segments.reset(smem.found)
-            cute.arch.sync_threads()
-            narrow_keys(variant, x)
-            cute.arch.sync_threads()
+    shell.narrow(variant, x, narrow_keys)
     attend(variant, x)
 
 
@@ -109,12 +103,22 @@ def make_entry(key: KernelKey, config: MmaSyncForward) -> Callable:
     return forward_entry(Variant(key, config, forward_plan(key, config)), launch)
 
 
+def plain_arrays(variant: Any, call: ForwardCall) -> Arrays:
+    """The arrays of a forward without TMA, all as threads see them."""
+    widths = call.widths
+    out = dense(call.out, call.queries, widths.v)
+    return Arrays(
+        q=dense(call.q, call.queries, widths.qk),
+        k=dense(call.k, call.keys, widths.qk),
+        v=dense(call.v, call.keys, widths.v),
+        out=out,
+        **results_of(variant, call, out),
+    )
+
+
 @cute.jit
-def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
-    """Launches the kernel."""
-    packing = None
-    if const_expr(variant.config.packs_heads):
-        packing = forward_packing(variant, call)
+def launch(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None) -> None:
+    """Launches the kernel; ``packing`` as in ``ForwardContext``."""
     order, num_ctas = forward_order(variant, call, packing)
     kernel(variant, plain_arrays(variant, call), call.scalars, order, packing).launch(
         grid=(num_ctas, 1, 1),
@@ -178,7 +182,7 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
     if work.tile.is_valid:
         rows = make_row_tiles(variant)
         newest = work.blocks.end - 1
-        at = Place(newest, work.num_blocks, hides_keys(variant, x, work, newest))
+        at = Place(newest, work.num_blocks, next_hides_pairs(variant, x, work.blocks, newest))
         load_queries(variant, x, tiles_of(variant).q, x.smem.q, x.arrays.q, work)
         load_k(variant, x, work, at)
         if const_expr(variant.config.stages > 1):
@@ -213,16 +217,6 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
         for i in cutlass.range_constexpr(len(rows)):
             first = first_row(products.thread_index()) + i * row_step(variant)
             store(variant, x, anew(rows[i]), first, work)
-
-
-@cute.jit
-def hides_keys(variant: cutlass.Constexpr, x: ForwardContext, work: Work, block: Int32) -> Boolean:
-    """Whether a block hides keys, of a general mask; of none, which there is after the last."""
-    hides = Boolean(False)
-    if const_expr(variant.is_general):
-        asked = cutlass.max(block, 0)
-        hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, asked)
-    return hides
 
 
 def fetch_q(variant: Variant, x: ForwardContext) -> list[list[products.Four]]:
@@ -262,7 +256,7 @@ def step(
     ``hides`` says whether the block hides keys, ``queries`` are those of ``fetch_q``, or None.
     """
     stages, block = variant.config.stages, below(variant, x, at.block)
-    following = Place(block, at.remaining - 1, hides_keys(variant, x, work, block))
+    following = Place(block, at.remaining - 1, next_hides_pairs(variant, x, work.blocks, block))
     cute.arch.cp_async_wait_group(0)
     # HAZARD: all threads' copies of this block are there, and all warps are done with the block
     # before, in whose place the next copies go.
@@ -310,12 +304,7 @@ def multiply_qk(
             a = fetch_q_at(variant, place, k)
         else:
             a = queries[k // products.DEPTH]
-        beside = tile.beside(keys, k)
-        for n in cutlass.range_constexpr(0, config.block_kv, 2 * products.COLUMNS):
-            b = products.fetch(beside + n * tile.width)
-            for i in cutlass.range_constexpr(len(rows)):
-                group = n // products.COLUMNS
-                products.multiply(rows[i].scores, group, a[i], b, variant.dtype)
+        multiply_keys(variant, rows, a, tile, tile.beside(keys, k), config.block_kv)
 
 
 @cute.jit
@@ -366,13 +355,7 @@ def multiply_pv(
     config, tile = variant.config, tiles_of(variant).v
     lane = products.thread_index() % edges.WARP
     values = x.smem.v + stage * tile.size_bytes + products.by_rows(tile, lane)
-    for k in cutlass.range_constexpr(0, config.block_kv, products.DEPTH):
-        a = [products.rounded_operand(one.scores, k, variant.dtype) for one in rows]
-        for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):
-            b = products.fetch(tile.beside(values, n) + k * tile.width, is_transposed=True)
-            for i in cutlass.range_constexpr(len(rows)):
-                group = n // products.COLUMNS
-                products.multiply(rows[i].out, group, a[i], b, variant.dtype)
+    multiply_values(variant, rows, tile, values, config.block_kv)
 
 
 @cute.jit

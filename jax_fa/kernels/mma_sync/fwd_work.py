@@ -10,7 +10,8 @@ from cutlass import Int32
 
 from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Variant, Work, row_of_tile
-from jax_fa.kernels.mma_sync.loads import Extents, address_of_row, copy_row, piece_of_thread
+from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync.loads import Limits, address_of_row, copy_row, piece_of_thread
 from jax_fa.kernels.mma_sync.panels import Panels
 from jax_fa.spec.config_mma_sync import WARP_ROWS
 
@@ -130,7 +131,7 @@ def load_queries(
         row = mine.row + i * step
         at = row_of_tile(variant, x, work, row)
         rows = array[None, None, at.head, work.tile.batch]
-        there = Extents(span.own_slot if at.is_there else Int32(0), cute.size(rows, mode=[1]))
+        there = Limits(span.own_slot if at.is_there else Int32(0), cute.size(rows, mode=[1]))
         source = address_of_row(rows, span.own_start + at.position) + mine.column_bytes(tile)
         copy_row(tile, mine, target + mine.place(tile, row), source, at.position, there)
 
@@ -162,7 +163,7 @@ def load_rows(
     kv_head, batch = (primitives.opaque(i) for i in (work.tile.kv_head, work.tile.batch))
     rows = array[None, None, kv_head, batch]
     # Opaque, or the limits of a row's panels are registers of the loop over blocks.
-    there = Extents(primitives.opaque(span.swept_len), cute.size(rows, mode=[1]))
+    there = Limits(primitives.opaque(span.swept_len), cute.size(rows, mode=[1]))
     # HAZARD: where segments leave a tile without keys, its block may be of any number.
     first = block * tile.rows + mine.row
     place = target + mine.place(tile, mine.row)
@@ -170,3 +171,45 @@ def load_rows(
         row = first + i * step
         source = address_of_row(rows, span.swept_start + row) + mine.column_bytes(tile)
         copy_row(tile, mine, place + i * step * tile.width, source, row, there)
+
+
+@cute.jit
+def multiply_keys(
+    variant: cutlass.Constexpr,
+    rows: list,
+    a: list,
+    tile: cutlass.Constexpr,
+    place: Int32,
+    number: cutlass.Constexpr[int],
+) -> None:
+    """Adds to scores what 16 columns of queries and keys give.
+
+    Args:
+        variant: the variant.
+        rows: what has the scores, a tile of 16 query rows each.
+        a: the queries, an A operand for each of them.
+        tile: of the keys.
+        place: what the lane addresses to fetch the first keys.
+        number: of keys.
+    """
+    for n in cutlass.range_constexpr(0, number, 2 * products.COLUMNS):
+        b = products.fetch(place + n * tile.width)
+        for i in cutlass.range_constexpr(len(rows)):
+            products.multiply(rows[i].scores, n // products.COLUMNS, a[i], b, variant.dtype)
+
+
+@cute.jit
+def multiply_values(
+    variant: cutlass.Constexpr,
+    rows: list,
+    tile: cutlass.Constexpr,
+    place: Int32,
+    number: cutlass.Constexpr[int],
+) -> None:
+    """Adds values, weighted with the probabilities, to O; arguments as of ``multiply_keys``."""
+    for k in cutlass.range_constexpr(0, number, products.DEPTH):
+        a = [products.rounded_operand(one.scores, k, variant.dtype) for one in rows]
+        for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):
+            b = products.fetch(tile.beside(place, n) + k * tile.width, is_transposed=True)
+            for i in cutlass.range_constexpr(len(rows)):
+                products.multiply(rows[i].out, n // products.COLUMNS, a[i], b, variant.dtype)

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
         return self.piece * PIECE_BYTES + self.panel * tile.width
 
 
-class Extents(NamedTuple):
+class Limits(NamedTuple):
     """Rows and columns that an array has; behind them there are zeros."""
 
     rows: Int32
@@ -55,7 +55,7 @@ def copy_row(
     target: Int32,
     source: Int64,
     row: Int32,
-    extents: Extents,
+    limits: Limits,
 ) -> None:
     """Starts the copies of a thread's pieces of a row, zeros where the array ends before.
 
@@ -64,13 +64,13 @@ def copy_row(
         mine: the thread's place in a pass.
         target: place of its first piece.
         source: address of the same piece; of no meaning where nothing is read.
-        row: which it is, of those that ``extents`` counts; any number.
-        extents: of the array.
+        row: which it is, of those that ``limits`` counts; any number.
+        limits: of the array.
     """
-    columns = extents.columns - mine.column_bytes(tile) // ELEMENT_BYTES
+    columns = limits.columns - mine.column_bytes(tile) // ELEMENT_BYTES
     for panel in cutlass.range_constexpr(0, tile.num_panels, mine.panels):
         # The same for every row, so that a row costs one comparison, unsigned: none is negative.
-        num_rows = cutlass.max(extents.rows, 0) if panel * tile.panel < columns else Int32(0)
+        num_rows = cutlass.max(limits.rows, 0) if panel * tile.panel < columns else Int32(0)
         is_read = row.to(Uint32) < num_rows.to(Uint32)
         size_bytes = Int32(PIECE_BYTES) if is_read else Int32(0)
         piece = source + panel * tile.width

@@ -41,7 +41,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from jax_fa.kernels import edges, primitives, tiles
+from jax_fa.kernels import primitives, tiles
 from jax_fa.kernels.backward_host import (
     BackwardCall,
     backward_arrays,
@@ -50,7 +50,7 @@ from jax_fa.kernels.backward_host import (
 )
 from jax_fa.kernels.backward_rows import Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
-from jax_fa.kernels.sm100 import bwd_pair, bwd_roles, bwd_sweeps, shell
+from jax_fa.kernels.sm100 import bwd_pair, bwd_roles, bwd_sweeps, clusters, shell, tensor_plan
 from jax_fa.kernels.sm100.bwd_compute import ComputePipes, compute
 from jax_fa.kernels.sm100.bwd_reduce import ReducePipes, reduce
 from jax_fa.kernels.sm100.bwd_work import (
@@ -168,7 +168,7 @@ def _dispatch(variant: cutlass.Constexpr, x: BackwardContext, warp: Int32, ends:
     else:
         cute.arch.setmaxregister_decrease(plan.role("mma").registers)
         if warp == first["mma"]:
-            if tiles.rank_in_cluster(plan.ctas) == edges.LEADER:
+            if clusters.rank_in_cluster(plan.ctas) == tensor_plan.LEADER:
                 mma_pipes = shell.pipes_of(plan, "mma", _roles(variant).mma_pipes, ends)
                 _roles(variant).mma(variant, x, mma_pipes)
         elif warp == first["load"]:

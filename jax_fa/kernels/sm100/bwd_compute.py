@@ -26,7 +26,7 @@ from jax_fa.kernels.sm100.bwd_work import (
     BackwardVariant,
     first_key,
 )
-from jax_fa.spec.band import row_range
+from jax_fa.spec.band_of_keys import row_range
 from jax_fa.spec.division import WORD_KEYS
 
 CHUNK = WORD_KEYS
@@ -351,7 +351,7 @@ def _mask(
     first_row = at.q_block * variant.config.block_q + lane.first_query + first
     rows = row_range(window, number, tiles.EXTREMES)
     end = rows.hi if number < window.kv_len else 0
-    bits = row_softmax.visible_bits(softmax.Visible(rows.lo - first_row, end - first_row), 0)
+    bits = row_softmax.visible_bits(tiles.Stretch(rows.lo - first_row, end - first_row), 0)
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.q_segments):
             present = cutlass.min(number, window.kv_len - 1)

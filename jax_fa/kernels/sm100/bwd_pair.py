@@ -11,9 +11,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import edges, tiles
+from jax_fa.kernels import edges
 from jax_fa.kernels.backward_work import Work, first_step, next_step, tile_at, work_on
-from jax_fa.kernels.sm100 import bwd_instructions, umma
+from jax_fa.kernels.sm100 import bwd_instructions, clusters, umma
 from jax_fa.kernels.sm100.bwd_work import (
     BackwardContext,
     BackwardProducts,
@@ -257,7 +257,7 @@ def relay(variant: cutlass.Constexpr, x: BackwardContext, pipes: RelayPipes):
 @cute.jit
 def part_of_ds(variant: cutlass.Constexpr, first_query: Int32) -> Int32:
     """The part of ``ds_parts`` that a warpgroup writes: this CTA's half of ds, or ds_out."""
-    rank = tiles.rank_in_cluster(variant.plan.ctas)
+    rank = clusters.rank_in_cluster(variant.plan.ctas)
     part = Int32(variant.plan.ctas)
     if first_query == rank * variant.config.half_q:
         part = Int32(rank)
@@ -274,7 +274,7 @@ def send_ds(variant: cutlass.Constexpr, x: BackwardContext, part: Int32, half: P
     """
     ctas, out = variant.plan.ctas, variant.plan.barrier("out")
     size_bytes = variant.plan.edge("half").stage_bytes
-    rank = tiles.rank_in_cluster(ctas)
+    rank = clusters.rank_in_cluster(ctas)
     source, target = (x.smem.ds_parts[None, None, i].iterator for i in (ctas, rank))
     if part == ctas:
         cute.arch.barrier(barrier_id=out.index, number_of_threads=out.threads)

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.pipeline import PipelineConsumer
 
-from jax_fa.kernels import backward_rows, edges, tiles
+from jax_fa.kernels import backward_rows, edges
 from jax_fa.kernels.backward_work import (
     Step,
     Work,
@@ -22,7 +22,7 @@ from jax_fa.kernels.backward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.sm100 import umma
+from jax_fa.kernels.sm100 import clusters, umma
 from jax_fa.kernels.sm100.bwd_work import BackwardContext, BackwardVariant
 from jax_fa.kernels.sm100.plan_bwd import REDUCE_STAGES, REDUCE_WARPS
 
@@ -155,7 +155,7 @@ def _place_in_pair(variant: BackwardVariant, warp: Int32, column: int) -> Place:
     """
     ctas = variant.plan.ctas
     groups = REDUCE_WARPS // ctas
-    rows = tiles.rank_in_cluster(ctas) * groups + warp % groups
+    rows = clusters.rank_in_cluster(ctas) * groups + warp % groups
     return Place(rows, warp // groups * (variant.key.head_dim // ctas) + column)
 
 

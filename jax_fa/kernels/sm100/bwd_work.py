@@ -11,7 +11,7 @@ from cutlass.pipeline import PipelineProducer
 from jax_fa.kernels import edges, primitives, tiles
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Tma, Work, bulk_load
-from jax_fa.kernels.sm100 import bwd_instructions, umma
+from jax_fa.kernels.sm100 import bwd_instructions, clusters, tensor_plan, umma
 from jax_fa.kernels.sm100.plan import MMA_ROWS
 from jax_fa.kernels.sm100.plan_bwd import (
     REDUCE_STAGES,
@@ -132,7 +132,7 @@ class BackwardContext(NamedTuple):
 def first_key(variant: BackwardVariant, tile: tiles.Tile) -> Int32:
     """Number in its sequence of this CTA's first key of a tile."""
     ctas = variant.plan.ctas
-    return (tile.block * ctas + tiles.rank_in_cluster(ctas)) * MMA_ROWS
+    return (tile.block * ctas + clusters.rank_in_cluster(ctas)) * MMA_ROWS
 
 
 # ------------------------------------------------------------------------------------------- loads
@@ -269,7 +269,7 @@ def _load_block(
     tile = operand.ring
     if const_expr(cute.rank(tile) > 2):
         tile = tile[None, None, slot.index]
-    ctas, rank = variant.plan.ctas, tiles.rank_in_cluster(variant.plan.ctas)
+    ctas, rank = variant.plan.ctas, clusters.rank_in_cluster(variant.plan.ctas)
     height, width = cute.product_each(tile.shape)
     row, column = block.number, rank
     if const_expr(not operand.has_columns):
@@ -296,7 +296,7 @@ def _load_block(
             primitives.zero_fill_rows(tile, used)
             with cute.arch.elect_one():
                 if const_expr(ctas > 1):
-                    bwd_instructions.complete_tx_of(edges.LEADER, slot.barrier, size_bytes)
+                    bwd_instructions.complete_tx_of(tensor_plan.LEADER, slot.barrier, size_bytes)
                 else:
                     primitives.complete_tx(slot.barrier, size_bytes)
     return phase

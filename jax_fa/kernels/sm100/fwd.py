@@ -28,18 +28,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from jax_fa.kernels import edges, primitives, tiles
+from jax_fa.kernels import primitives, tiles
 from jax_fa.kernels.forward_host import (
     ForwardCall,
     forward_arrays,
     forward_entry,
-    forward_granules,
     forward_order,
-    forward_packing,
 )
-from jax_fa.kernels.forward_work import Arrays, Granules, Scalars, Tma, Variant, narrow_keys
+from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys
+from jax_fa.kernels.packing_host import forward_granules, forward_packing
+from jax_fa.kernels.sm100 import clusters, fwd_softmax, shell, tensor_plan
 from jax_fa.kernels.sm100 import fwd_roles as roles
-from jax_fa.kernels.sm100 import fwd_softmax, shell
 from jax_fa.kernels.sm100.fwd_roles import ForwardContext, ForwardSmem
 from jax_fa.kernels.sm100.plan import MMA_ROWS, OUT_STAGES, forward_plan, tiling
 from jax_fa.spec import division
@@ -84,7 +83,7 @@ def kernel(
     scalars: Scalars,
     order: tiles.Order,
     packing: division.Packing,
-    granules: Granules,
+    granules: primitives.TmaArray,
 ):
     """Device entry: shared and tensor memory, pipelines, dispatch of roles."""
     layouts, dtype = make_layouts(variant), variant.dtype
@@ -146,7 +145,7 @@ def _dispatch(variant: cutlass.Constexpr, x: ForwardContext, warp: Int32, ends: 
     else:
         cute.arch.setmaxregister_decrease(plan.role("mma").registers)
         if warp == first["mma"]:
-            if tiles.rank_in_cluster(plan.ctas) == edges.LEADER:
+            if clusters.rank_in_cluster(plan.ctas) == tensor_plan.LEADER:
                 of_tiles = _pipes_by_tile(variant, "mma", roles.ForwardMmaTilePipes, ends)
                 roles.mma(
                     variant, x, shell.pipes_of(plan, "mma", roles.ForwardMmaPipes, ends), of_tiles

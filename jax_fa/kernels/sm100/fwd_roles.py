@@ -13,21 +13,19 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import primitives, tiles
+from jax_fa.kernels import forward_work, primitives, tiles
 from jax_fa.kernels.forward_work import (
     Arrays,
-    Granules,
     Scalars,
     Tma,
     Variant,
     Work,
     below,
     load_granules,
-    tile_at,
     work_on,
 )
 from jax_fa.kernels.loads import Detour, copy_zero_filled
-from jax_fa.kernels.sm100 import umma
+from jax_fa.kernels.sm100 import clusters, umma
 from jax_fa.kernels.sm100.plan import (
     CHUNK,
     HANDED_OVER_FIRST,
@@ -59,9 +57,19 @@ class ForwardContext(NamedTuple):
     scalars: Scalars
     order: tiles.Order
     packing: division.Packing
-    granules: Granules
+    granules: primitives.TmaArray
     smem: ForwardSmem
     tmem: cute.Pointer
+
+
+@cute.jit
+def tile_at(variant: cutlass.Constexpr, x: ForwardContext, slot: Int32) -> tiles.Tile:
+    """The tile at a position of this CTA's list."""
+    if const_expr(variant.plan.ctas > 1):
+        tile = clusters.in_order(x.order, slot, variant.plan.ctas)
+    else:
+        tile = forward_work.tile_at(variant, x, slot)
+    return tile
 
 
 def tiling_of(variant: Variant) -> Tiling:
@@ -143,7 +151,7 @@ def _load_k(
     cut, ctas = tiling_of(variant), variant.plan.ctas
     keys = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
     gK = _blocks(keys, work.span.swept_start, variant.config.block_kv // ctas, cut.kv_columns)
-    number = block * ctas + tiles.rank_in_cluster(ctas)
+    number = block * ctas + clusters.rank_in_cluster(ctas)
     sK, gK = primitives.tma_views(x.tma.k, x.smem.k, gK)
     for part in cutlass.range_constexpr(cut.k_parts):
         slot = kv.acquire_and_advance()
@@ -166,7 +174,7 @@ def _load_v(
     loads. Returns the advanced end and phase.
     """
     cut, ctas = tiling_of(variant), variant.plan.ctas
-    rank = tiles.rank_in_cluster(ctas)
+    rank = clusters.rank_in_cluster(ctas)
     rows = x.arrays.v[None, None, work.tile.kv_head, work.tile.batch]
     gV = _blocks(rows, work.span.swept_start, cut.kv_rows, variant.key.value_dim // ctas)
     sV, gV = primitives.tma_views(x.tma.v, x.smem.v, gV)
@@ -183,9 +191,7 @@ def _load_v(
                 cute.copy(x.tma.v, source, target, tma_bar_ptr=slot.barrier)
             else:
                 tile, detour = x.smem.v[None, None, slot.index], Detour(x.smem.zero_fill, phase)
-                size_bytes = copy_zero_filled(x.tma.v, source, target, tile, used, detour)
-                with cute.arch.elect_one():
-                    primitives.complete_tx(slot.barrier, size_bytes)
+                copy_zero_filled(x.tma.v, source, target, tile, used, slot, detour)
                 phase = phase ^ 1
     return kv, phase
 

@@ -18,7 +18,6 @@ from jax_fa.kernels.forward_work import (
     batch_of_part,
     below,
     sink_of,
-    tile_at,
     work_on,
 )
 from jax_fa.kernels.sm100 import arithmetic, row_softmax, shell, umma
@@ -26,6 +25,7 @@ from jax_fa.kernels.sm100.fwd_roles import (
     ForwardContext,
     scores_at,
     stores_whole_tile,
+    tile_at,
     tiling_of,
 )
 from jax_fa.kernels.sm100.plan import (
@@ -290,7 +290,7 @@ def _mask(
     """Hides the keys of a block that this thread's row does not see."""
     block_kv = variant.config.block_kv
     first_key = block * block_kv
-    visible = softmax.Visible(keys.lo - first_key, keys.hi - first_key)
+    visible = tiles.Stretch(keys.lo - first_key, keys.hi - first_key)
     for first in cutlass.range_constexpr(0, block_kv, WORD_KEYS):
         bits = row_softmax.visible_bits(visible, first)
         if const_expr(variant.is_general):

@@ -20,8 +20,8 @@ query head or of two, and each product is one for both: 256 rows of Q or P, of w
 its 128, times a block of which each CTA holds half, K by rows and V by columns, since both are cut
 along the product's N. S, P and O of a CTA's rows are in its own tensor memory, so the softmax,
 correction and store roles do not know the difference. Every CTA loads its halves; the first issues
-the products. edges.py defines the arrivals; ``_PAIRED_HEADS`` in config_sm100.py says where pairs
-pay (kernel design after FlashAttention-4, arXiv:2603.05451).
+the products. tensor_plan.py defines the arrivals; ``_PAIRED_HEADS`` in config_sm100.py says where
+pairs pay (kernel design after FlashAttention-4, arXiv:2603.05451).
 
 # Note [One row per thread]
 The 32x32b shape of tcgen05.ld gives every thread one row, where Hopper's accumulator spreads a row
@@ -67,12 +67,10 @@ from jax_fa.kernels.edges import (
     Buffer,
     Edge,
     NamedBarrier,
-    Plan,
     PlanError,
     Role,
-    TmemRange,
-    check,
 )
+from jax_fa.kernels.sm100.tensor_plan import TensorPlan, TmemRange, check
 from jax_fa.spec import division
 from jax_fa.spec.config_sm100 import BlackwellForward
 from jax_fa.spec.key import KernelKey
@@ -155,7 +153,7 @@ def tiling(key: KernelKey, config: BlackwellForward) -> Tiling:
     )
 
 
-def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
+def forward_plan(key: KernelKey, config: BlackwellForward) -> TensorPlan:
     """The checked plan of the forward kernel for ``key`` under ``config``.
 
     Where keys are split, parts of results go from registers to global memory: the edge out is idle.
@@ -172,7 +170,7 @@ def forward_plan(key: KernelKey, config: BlackwellForward) -> Plan:
     kv_bytes = config.block_kv // config.ctas * cut.kv_columns * ELEMENT_BYTES
     out_bytes = MMA_ROWS * cut.out_columns * ELEMENT_BYTES
     done = NamedBarrier("done", 1, WARPGROUP, "the role correction is done with tensor memory")
-    plan = Plan(
+    plan = TensorPlan(
         roles=_roles(cut, config),
         edges=(
             Edge(

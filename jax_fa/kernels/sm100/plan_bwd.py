@@ -81,18 +81,15 @@ of the role reduce share 32 rows of dQ, each with one half of their columns.
 from __future__ import annotations
 
 from jax_fa.kernels.edges import (
-    TMEM_COLS,
     WARP,
     Buffer,
     Edge,
     NamedBarrier,
-    Plan,
     PlanError,
     Role,
-    TmemRange,
-    check,
 )
 from jax_fa.kernels.sm100.plan import ELEMENT_BYTES, FLOAT_BYTES, MMA_ROWS
+from jax_fa.kernels.sm100.tensor_plan import TMEM_COLS, TensorPlan, TmemRange, check
 from jax_fa.spec import division
 from jax_fa.spec.config_sm100 import BlackwellBackward
 from jax_fa.spec.key import KernelKey
@@ -123,14 +120,14 @@ def dq_overlays(key: KernelKey) -> str:
     return "dp" if accumulators + 2 * MMA_ROWS <= TMEM_COLS else "s"
 
 
-def backward_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
+def backward_plan(key: KernelKey, config: BlackwellBackward) -> TensorPlan:
     """The checked plan of the backward kernel for ``key`` under ``config``."""
     if config.ctas == 2:
         return _pair_plan(key, config)
     key_bytes, value_bytes = key.head_dim * ELEMENT_BYTES, key.value_dim * ELEMENT_BYTES
     dq_bytes = REDUCE_STAGES * MMA_ROWS * config.reduce_columns * FLOAT_BYTES
     others, read = config.other_registers, "read" if config.sweeps == 1 else ""
-    plan = Plan(
+    plan = TensorPlan(
         roles=(
             Role("reduce", range(0, 4), config.reduce_registers),
             Role("compute", range(4, 12), config.compute_registers),
@@ -327,14 +324,14 @@ def _halves(
     )
 
 
-def _pair_plan(key: KernelKey, config: BlackwellBackward) -> Plan:
+def _pair_plan(key: KernelKey, config: BlackwellBackward) -> TensorPlan:
     """The plan of two CTAs that share their products: Note [A pair of CTAs]."""
     sizes = key.head_dim, key.value_dim, config.block_q, config.block_kv
     if sizes != (MMA_ROWS, MMA_ROWS, MMA_ROWS, 2 * MMA_ROWS):
         raise PlanError(f"a pair takes D, Dv, block_q, block_kv of 128, 128, 128, 256, not {sizes}")
     tile = MMA_ROWS * MMA_ROWS * ELEMENT_BYTES
     others = config.other_registers
-    plan = Plan(
+    plan = TensorPlan(
         roles=(
             Role("reduce", range(0, 4), config.reduce_registers),
             Role("compute", range(4, 12), config.compute_registers),

@@ -10,7 +10,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from jax_fa.kernels.sm100 import arithmetic
-from jax_fa.kernels.softmax import SPAN, Visible
+from jax_fa.kernels.softmax import SPAN
+from jax_fa.kernels.tiles import Stretch
 from jax_fa.spec.division import WORD_KEYS
 
 CHAINS = 4
@@ -150,9 +151,9 @@ def add_to_total(row: WholeRow, shrink: Float32, sums: list):
     row.total[0], row.total[1] = cute.arch.fma_packed_f32x2(total, (shrink, shrink), block)
 
 
-def visible_bits(visible: Visible, first: int) -> Int32:
+def visible_bits(visible: Stretch, first: int) -> Int32:
     """Bit i tells whether column ``first + i`` of a row is visible."""
-    begin = cutlass.max(visible.first - first, 0)
+    begin = cutlass.max(visible.start - first, 0)
     end = cutlass.max(visible.end - first, 0)
     return arithmetic.bits_from(begin) & ~arithmetic.bits_from(end)
 

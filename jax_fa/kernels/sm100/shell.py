@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from jax_fa.kernels import dense_mask, edges, primitives, segments
-from jax_fa.kernels.sm100 import umma
+from jax_fa.kernels.sm100 import tensor_plan, umma
 from jax_fa.spec import division
 
 
@@ -69,7 +69,7 @@ def _make_ends(plan: edges.Plan, mbarriers: cute.Pointer) -> AllEnds:
     made = {}
     for edge in sorted(plan.edges, key=lambda edge: edge.data[-1].isdigit()):
         first = mbarriers + plan.first_mbarrier(edge.data)
-        made[edge.data] = edges.make_edge(plan, edge.data, first)
+        made[edge.data] = tensor_plan.make_edge(plan, edge.data, first)
     producers, consumers = zip(*(made[edge.data] for edge in plan.edges), strict=True)
     return AllEnds(producers, consumers)
 
@@ -98,7 +98,7 @@ def start(
                 segments.reset(control.found)
     ends = _make_ends(plan, control.mbarriers)
     if warp == plan.role(tmem_role).warps.start:
-        cute.arch.alloc_tmem(edges.TMEM_COLS, control.tmem_address, is_pair)
+        cute.arch.alloc_tmem(tensor_plan.TMEM_COLS, control.tmem_address, is_pair)
         cute.arch.relinquish_tmem_alloc_permit(is_pair)
     cute.arch.mbarrier_init_fence()
     umma.before_thread_sync()
@@ -161,7 +161,7 @@ def free_tmem(
         done = plan.barrier("done")
         cute.arch.barrier(barrier_id=done.index, number_of_threads=done.threads)
     if warp == plan.role(tmem_role).warps.start:
-        cute.arch.dealloc_tmem(tmem, edges.TMEM_COLS, plan.ctas == 2)
+        cute.arch.dealloc_tmem(tmem, tensor_plan.TMEM_COLS, plan.ctas == 2)
 
 
 def arrive(barrier: cute.Pointer):

@@ -266,7 +266,7 @@ def step(
         dout_full.release()
     else:
         warpgroup.wait_group(2)
-    reduce_dq(variant, deterministic, x, c, work, at, dq)
+    reduce_dq(variant, deterministic, x, c, PartOfDq(work, at, dq))
     # Here, since products run and registers are free: dQ is gone, the next scores are to come.
     # Before the softmax D = 256 spilled, and where heads share keys full masks were slower (H200,
     # D = 128, 2 x 8192, forward and backward, ms: 32:1 heads 13.4, here 12.4; 16:16 6.50 and 6.59).
@@ -364,9 +364,17 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
         tile = tile_at(variant, x, tile.slot + 1)
 
 
-def place_of_dq(variant: BackwardVariant, c: BackwardConsumer, work: Work, at: Step) -> Int32:
-    """Where this consumer's part of a step's dQ begins in ``Scratch.dq_sum``, in fours."""
-    row = work.scratch_row + at.q_block * variant.config.block_q
+class PartOfDq(NamedTuple):
+    """What a consumer computed of dQ, and in which step of its work."""
+
+    work: Work
+    at: Step
+    values: cute.Tensor  # accumulator
+
+
+def place_of_dq(variant: BackwardVariant, c: BackwardConsumer, part: PartOfDq) -> Int32:
+    """Where a part begins in ``Scratch.dq_sum``, in fours."""
+    row = part.work.scratch_row + part.at.q_block * variant.config.block_q
     return row * (variant.key.head_dim // backward_rows.FLOATS) + c.index * variant.dq_fours
 
 
@@ -376,36 +384,28 @@ def reduce_dq(
     deterministic: cutlass.Constexpr[bool],
     x: BackwardContext,
     c: BackwardConsumer,
-    work: Work,
-    at: Step,
-    dq: cute.Tensor,
+    part: PartOfDq,
 ):
     """Adds this consumer's part of dQ to the sums, in a deterministic run in its turn."""
     if const_expr(deterministic):
         acquired, reduced = (variant.plan.barrier(name) for name in ("dq_acquired", "dq_reduced"))
         cute.arch.barrier(barrier_id=acquired.index, number_of_threads=acquired.threads)
-        add_dq(variant, x, c, work, at, dq)
+        add_dq(variant, x, c, part)
         cute.arch.barrier_arrive(barrier_id=reduced.index, number_of_threads=reduced.threads)
     elif const_expr(variant.config.stages_dq):
-        stage_dq(variant, x, c, work, at, dq)
+        stage_dq(variant, x, c, part)
     else:
-        add_dq(variant, x, c, work, at, dq)
+        add_dq(variant, x, c, part)
 
 
 @cute.jit
-def add_dq(
-    variant: cutlass.Constexpr,
-    x: BackwardContext,
-    c: BackwardConsumer,
-    work: Work,
-    at: Step,
-    dq: cute.Tensor,
-):
+def add_dq(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, part: PartOfDq):
     """Adds a part of dQ from registers, four floats at a time."""
+    dq = part.values
     fours = cute.size(dq) // backward_rows.FLOATS
     own = backward_rows.fours_of(variant, fours, c.thread)
-    place = place_of_dq(variant, c, work, at) + own.first
-    first = backward_rows.address_of(x.scratch.dq_sum[None, place, at.head])
+    place = place_of_dq(variant, c, part) + own.first
+    first = backward_rows.address_of(x.scratch.dq_sum[None, place, part.at.head])
     for i in cutlass.range_constexpr(fours):
         values = [dq[backward_rows.FLOATS * i + j] for j in range(backward_rows.FLOATS)]
         offset = i * own.step * backward_rows.VECTOR_BYTES
@@ -413,18 +413,12 @@ def add_dq(
 
 
 @cute.jit
-def stage_dq(
-    variant: cutlass.Constexpr,
-    x: BackwardContext,
-    c: BackwardConsumer,
-    work: Work,
-    at: Step,
-    dq: cute.Tensor,
-):
+def stage_dq(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, part: PartOfDq):
     """``add_dq`` through shared memory: each warp leaves its part there, and TMA adds it."""
+    dq = part.values
     fours = cute.size(dq) // backward_rows.FLOATS
-    part = cute.arch.make_warp_uniform(c.thread // edges.WARP) * (fours * edges.WARP)
-    sPart = cute.domain_offset((0, part), x.smem.dq[None, None, c.index])
+    of_warp = cute.arch.make_warp_uniform(c.thread // edges.WARP) * (fours * edges.WARP)
+    sPart = cute.domain_offset((0, of_warp), x.smem.dq[None, None, c.index])
     # HAZARD: the part of the step before must have been read before this one takes its place.
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
@@ -436,9 +430,9 @@ def stage_dq(
     # HAZARD: these stores went through the generic proxy, the addition reads through the async one.
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
-    place = place_of_dq(variant, c, work, at) + part
+    place = place_of_dq(variant, c, part) + of_warp
     size_bytes = fours * edges.WARP * backward_rows.VECTOR_BYTES
-    bulk_add(sPart.iterator, x.scratch.dq_sum[None, place, at.head].iterator, size_bytes)
+    bulk_add(sPart.iterator, x.scratch.dq_sum[None, place, part.at.head].iterator, size_bytes)
     cute.arch.cp_async_bulk_commit_group()
 
 

@@ -24,9 +24,7 @@ from jax_fa.kernels.forward_host import (
     ForwardCall,
     forward_arrays,
     forward_entry,
-    forward_granules,
     forward_order,
-    forward_packing,
 )
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys
 from jax_fa.kernels.sm90.fwd_roles import consume, load
@@ -108,15 +106,16 @@ def make_entry(key: KernelKey, config: HopperForward) -> Callable:
 
 
 @cute.jit
-def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
-    """Describes the arrays to TMA and launches the kernel."""
+def launch(
+    variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None, granules: Any = None
+) -> None:
+    """Describes the arrays to TMA and launches the kernel.
+
+    ``packing`` and ``granules`` as in ``ForwardContext``.
+    """
     layouts, one = make_layouts(variant), (None, None, 0)
     copied = ForwardLayouts(*[cute.slice_(layout, one) for layout in layouts[:3]], out=layouts.out)
     tma, arrays = forward_arrays(variant, call, copied)
-    packing, granules = None, None
-    if const_expr(variant.config.packs_heads):
-        packing = forward_packing(variant, call)
-        granules = forward_granules(variant, call, layouts.q)
     order, num_ctas = forward_order(variant, call, packing)
     kernel(variant, tma, arrays, call.scalars, order, packing, granules).launch(
         grid=(num_ctas, 1, 1),

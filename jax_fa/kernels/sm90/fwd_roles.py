@@ -41,7 +41,7 @@ from jax_fa.kernels.sm90.fwd_work import (
     make_layouts,
 )
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
-from jax_fa.kernels.unmasked import hides_pairs
+from jax_fa.kernels.unmasked import hides_pairs, next_hides_pairs
 
 
 class LoadedBlocks(NamedTuple):
@@ -262,8 +262,7 @@ def middle(
     """
     blocks, newest = work.blocks, work.blocks.end - 1
     block = below(variant, x, newest)
-    hides = hides_pairs(variant, x.scalars, blocks, x.smem.found, cutlass.max(block, 0))
-    at = Place(pipes.k, pipes.v, block, hides)
+    at = Place(pipes.k, pipes.v, block, next_hides_pairs(variant, x, blocks, block))
     if const_expr(variant.config.branches_steps):
         # A step of each kind, asked for a step before. Three loops of masked, full and masked
         # blocks spill.
@@ -301,8 +300,7 @@ def step(
     scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(at.k, at.v))
     # Here, since products run: at the border of two steps it would show.
     following = below(variant, x, at.block)
-    asked = cutlass.max(following, 0)  # something else after the last
-    next_hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, asked)
+    next_hides = next_hides_pairs(variant, x, work.blocks, following)
     await_scores(k_full)
     add_bias(variant, x, c, work, scores, following)
     shrink = to_probabilities(variant, x, c, work, at.block, hides, scores)

@@ -55,7 +55,7 @@ class ForwardContext(NamedTuple):
     order: tiles.Order
     smem: ForwardSmem
     packing: Any  # division.Packing, or None if the variant does not pack heads
-    granules: Any  # Granules, or None likewise
+    granules: Any  # primitives.TmaArray, or None likewise
 
 
 def make_layouts(variant: Variant) -> ForwardLayouts:
