@@ -11,7 +11,6 @@
 
 #include "arguments.h"
 #include "attention_cpu.h"
-#include "band.h"
 #include "checks.h"
 #include "emulator_bindings.h"
 #include "handlers_cpu.h"
@@ -54,19 +53,21 @@ nb::dict Registrations() {
   return platforms;
 }
 
-// The C++ band, for the test that compares it with band.py. window: shift, left, right, q_len,
-// kv_len.
+// The C++ band, for the test that compares it with band.py. window: the fields of Window.
+jax_fa::Window ToWindow(const std::vector<int64_t>& window) {
+  jax_fa::Window result{};
+  size_t next = 0;
+  jax_fa::Window::Fields(result, [&](const char*, int64_t& x) { x = window.at(next++); });
+  return result;
+}
+
 std::pair<int64_t, int64_t> KeysOf(const std::vector<int64_t>& window, int64_t row) {
-  const jax_fa::Range keys =
-      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.KeysOf(
-          row);
+  const jax_fa::Range keys = ToWindow(window).KeysOf(row);
   return {keys.lo, keys.hi};
 }
 
 std::pair<int64_t, int64_t> RowsOf(const std::vector<int64_t>& window, int64_t key) {
-  const jax_fa::Range rows =
-      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.RowsOf(
-          key);
+  const jax_fa::Range rows = ToWindow(window).RowsOf(key);
   return {rows.lo, rows.hi};
 }
 

@@ -13,7 +13,7 @@ actual lengths) for bottom-right alignment; offsets are at most ``MAX_OFFSET`` i
 
 Everything here is plain arithmetic on values that may be Python ints (tests, plans) or traced
 integers (kernels, jnp), for which ``Extremes`` are passed in.
-The C++ twin is ``ffi/band.h``; a test compares the two exhaustively.
+``schema_cpp.py`` writes the C++ from it; a test compares the two exhaustively.
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ class Band:
             return query_offset + kv_len - q_len
         return query_offset
 
+    def window(self, shift: Any, q_len: Any, kv_len: Any) -> Window:
+        """The band of a sequence of these lengths, whose ``shift`` is known."""
+        return Window(shift, self.left_bound, self.right_bound, q_len, kv_len)
+
 
 def _bound(side: int | None) -> int:
     """A side of the band as kernels see it."""
@@ -150,11 +154,7 @@ def ceil_div(a: Any, b: Any) -> Any:
     return (a + b - 1) // b
 
 
-def key_range(
-    window: Window,
-    row: Any,
-    extremes: Extremes = OF_INTS,
-) -> KeyRange:
+def key_range(window: Window, row: Any, extremes: Extremes = OF_INTS) -> KeyRange:
     """Keys that query ``row`` sees, for ``row < q_len``."""
     diagonal = row + window.shift
     return KeyRange(
@@ -233,11 +233,7 @@ def part_of(
     return Blocks(start, full_start, full_end, end)
 
 
-def row_range(
-    window: Window,
-    key: Any,
-    extremes: Extremes = OF_INTS,
-) -> RowRange:
+def row_range(window: Window, key: Any, extremes: Extremes = OF_INTS) -> RowRange:
     """Query rows that see ``key``, for ``key < kv_len``."""
     return RowRange(
         extremes.maximum(0, key - window.right - window.shift),

@@ -271,6 +271,8 @@ class Attribute(NamedTuple):
         note: what it says.
         is_required: False if it was added later: older programs lack it, which means 0 or "".
         is_backward_only: forward kernels do without.
+        window: the field of ``band.Window`` that it is, "" if none. It is from -UNBOUNDED to
+            UNBOUNDED, which is no bound.
     """
 
     name: str
@@ -279,6 +281,7 @@ class Attribute(NamedTuple):
     note: str = ""
     is_required: bool = True
     is_backward_only: bool = False
+    window: str = ""
 
 
 ATTRIBUTES = (
@@ -287,10 +290,12 @@ ATTRIBUTES = (
     Attribute(
         *("window_left", "int32", lambda s: s.band.left_bound),
         "keys before the diagonal, or kUnbounded",
+        window="left",
     ),
     Attribute(
         *("window_right", "int32", lambda s: s.band.right_bound),
         "keys beyond the diagonal, or kUnbounded; causal is 0",
+        window="right",
     ),
     Attribute(
         *("bottom_right", "bool", lambda s: s.band.alignment == "bottom_right"),
