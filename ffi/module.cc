@@ -22,9 +22,6 @@ namespace nb = nanobind;
 
 namespace {
 
-// Raised whenever operands or attributes change; bindings.py refuses another number.
-constexpr int kVersion = 3;
-
 nb::capsule Handler(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
@@ -105,7 +102,7 @@ nb::list ScratchShapes(const std::vector<int64_t>& extents, bool deterministic, 
 }  // namespace
 
 NB_MODULE(_jax_fa, m) {
-  m.def("version", [] { return kVersion; });
+  m.def("version", [] { return jax_fa::kVersion; });
   m.def("registrations", &Registrations);
   m.def("operand_names", &jax_fa::OperandNames, nb::arg("operation"));
   m.def("attribute_names", &jax_fa::AttributeNames);

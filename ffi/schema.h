@@ -14,6 +14,9 @@
 
 namespace jax_fa {
 
+// jax_fa/spec/schema.py: VERSION.
+inline constexpr int kVersion = 3;
+
 enum class DType : int32_t { kF32, kBF16, kF16 };
 
 // A side of the band without a bound (jax_fa/spec/band.py: UNBOUNDED).

@@ -31,6 +31,10 @@ from jax_fa.spec import arch
 from jax_fa.spec.band import OF_INTS, Extremes, ceil_div
 from jax_fa.spec.division import MAP_CELL, map_stripes
 
+VERSION = 3
+"""Of the compiled extension; raised whenever operands or attributes change. ``bindings.py`` refuses
+an extension that has another."""
+
 Dtype = Literal["element", "float32", "int32", "bias"]
 """Element type of an array; "element" is that of q, k and v, "bias" that or float32, as
 ``Problem.bias_bytes`` tells."""
