@@ -84,19 +84,14 @@ class Slots {
 std::vector<Sequence> Sequences(const Problem& problem, const Extras& extras) {
   std::vector<Sequence> sequences;
   if (problem.q_len == 0 || problem.num_q_heads == 0) return sequences;
-  // Farther than any query_offset reaches.
-  constexpr int64_t kFar = int64_t{1} << 40;
-  const int64_t left = problem.window_left >= kUnbounded ? kFar : problem.window_left;
-  const int64_t right = problem.window_right >= kUnbounded ? kFar : problem.window_right;
   Slots q_slots(problem.q_len, extras.cu_seqlens_q, extras.q_lengths);
   Slots kv_slots(problem.kv_len, extras.cu_seqlens_k, extras.kv_lengths);
   for (int64_t m = 0; m < problem.num_sequences; ++m) {
     const Slot q = q_slots.Next();
     const Slot kv = kv_slots.Next();
     if (q.used == 0) continue;
-    const int64_t shift =
-        (extras.q_offset ? extras.q_offset[m] : 0) + (problem.bottom_right ? kv.used - q.used : 0);
-    sequences.push_back({m, q.first, kv.first, {shift, left, right, q.used, kv.used}});
+    const int64_t offset = extras.q_offset ? extras.q_offset[m] : 0;
+    sequences.push_back({m, q.first, kv.first, WindowOf(problem, q.used, kv.used, offset)});
   }
   return sequences;
 }

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 
-#include "band.h"
 #include "schema.h"
 
 namespace jax_fa {

@@ -132,18 +132,13 @@ Complaint CheckAttributes(const Problem& p) {
   if (!std::isfinite(p.soft_cap) || p.soft_cap < 0) {
     return "soft_cap should be positive and finite, or 0 for none, but is " + ToText(p.soft_cap);
   }
-  const struct {
-    const char* name;
-    int32_t value;
-  } bounds[] = {{"window_left", p.window_left}, {"window_right", p.window_right}};
-  for (const auto& bound : bounds) {
-    if (bound.value < -kUnbounded || bound.value > kUnbounded) {
-      return std::string(bound.name) + " should be between " + std::to_string(-kUnbounded) +
-             " and " + std::to_string(kUnbounded) + ", which is no bound, but is " +
-             std::to_string(bound.value);
-    }
-  }
-  return std::nullopt;
+  Complaint complaint;
+  Problem::Sides(p, [&](const char* name, int32_t side) {
+    if (complaint || (side >= -kUnbounded && side <= kUnbounded)) return;
+    complaint = std::string(name) + " should be between " + std::to_string(-kUnbounded) + " and " +
+                std::to_string(kUnbounded) + ", which is no bound, but is " + std::to_string(side);
+  });
+  return complaint;
 }
 
 // Complains of the first array visited that has elements and no address, though it may not be

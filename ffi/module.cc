@@ -11,7 +11,6 @@
 
 #include "arguments.h"
 #include "attention_cpu.h"
-#include "band.h"
 #include "checks.h"
 #include "emulator_bindings.h"
 #include "handlers_cpu.h"
@@ -22,9 +21,6 @@
 namespace nb = nanobind;
 
 namespace {
-
-// Raised whenever operands or attributes change; bindings.py refuses another number.
-constexpr int kVersion = 3;
 
 nb::capsule Handler(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(handler));
@@ -54,19 +50,21 @@ nb::dict Registrations() {
   return platforms;
 }
 
-// The C++ band, for the test that compares it with band.py. window: shift, left, right, q_len,
-// kv_len.
+// The C++ band, for the test that compares it with band.py. window: the fields of Window.
+jax_fa::Window ToWindow(const std::vector<int64_t>& window) {
+  jax_fa::Window result{};
+  size_t next = 0;
+  jax_fa::Window::Fields(result, [&](const char*, int64_t& x) { x = window.at(next++); });
+  return result;
+}
+
 std::pair<int64_t, int64_t> KeysOf(const std::vector<int64_t>& window, int64_t row) {
-  const jax_fa::Range keys =
-      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.KeysOf(
-          row);
+  const jax_fa::Range keys = ToWindow(window).KeysOf(row);
   return {keys.lo, keys.hi};
 }
 
 std::pair<int64_t, int64_t> RowsOf(const std::vector<int64_t>& window, int64_t key) {
-  const jax_fa::Range rows =
-      jax_fa::Window{window.at(0), window.at(1), window.at(2), window.at(3), window.at(4)}.RowsOf(
-          key);
+  const jax_fa::Range rows = ToWindow(window).RowsOf(key);
   return {rows.lo, rows.hi};
 }
 
@@ -104,7 +102,7 @@ nb::list ScratchShapes(const std::vector<int64_t>& extents, bool deterministic, 
 }  // namespace
 
 NB_MODULE(_jax_fa, m) {
-  m.def("version", [] { return kVersion; });
+  m.def("version", [] { return jax_fa::kVersion; });
   m.def("registrations", &Registrations);
   m.def("operand_names", &jax_fa::OperandNames, nb::arg("operation"));
   m.def("attribute_names", &jax_fa::AttributeNames);

@@ -1,7 +1,7 @@
 // What crosses the borders between JAX, C++ and kernels: arrays, extents and attributes of all
 // operations, what the FFI handlers hand to a kernel of any platform. Written from
-// jax_fa/spec/schema.py by `python ffi/write_schema.py`; do not edit. Conventions (scale, LSE,
-// empty rows, padding) are stated once, in jax_fa/spec/problem.py.
+// jax_fa/spec/schema.py, and jax_fa/spec/band.py, by `python ffi/write_schema.py`; do not edit.
+// Conventions (scale, LSE, empty rows, padding) are stated once, in jax_fa/spec/problem.py.
 // clang-format off
 #ifndef JAX_FA_SCHEMA_H_
 #define JAX_FA_SCHEMA_H_
@@ -13,6 +13,9 @@
 #include <string_view>
 
 namespace jax_fa {
+
+// jax_fa/spec/schema.py: VERSION.
+inline constexpr int kVersion = 3;
 
 enum class DType : int32_t { kF32, kBF16, kF16 };
 
@@ -92,7 +95,51 @@ struct Problem {
     visit("mask_mod", self.mask_mod, false);
     visit("kernel", self.kernel, false);
   }
+  // visit(name, value) for the attributes of the band.
+  template <typename Self, typename Visit>
+  static void Sides(Self& self, Visit&& visit) {
+    visit("window_left", self.window_left);
+    visit("window_right", self.window_right);
+  }
 };
+
+// [lo, hi), empty when hi <= lo.
+struct Range {
+  int64_t lo;
+  int64_t hi;
+};
+
+// The band of one sequence, everything known; jax_fa/spec/band.py explains it.
+struct Window {
+  int64_t shift;
+  int64_t left;
+  int64_t right;
+  int64_t q_len;
+  int64_t kv_len;
+
+  // Keys that query `row` sees, for row < q_len.
+  Range KeysOf(int64_t row) const { return {std::max<int64_t>(0, ((row + shift) - left)), std::min<int64_t>(kv_len, (((row + shift) + right) + 1))}; }
+  // Query rows that see `key`, for key < kv_len.
+  Range RowsOf(int64_t key) const { return {std::max<int64_t>(0, ((key - right) - shift)), std::min<int64_t>(q_len, (((key + left) - shift) + 1))}; }
+  // visit(name, value) for each.
+  template <typename Self, typename Visit>
+  static void Fields(Self& self, Visit&& visit) {
+    visit("shift", self.shift);
+    visit("left", self.left);
+    visit("right", self.right);
+    visit("q_len", self.q_len);
+    visit("kv_len", self.kv_len);
+  }
+};
+
+// That of a sequence of these lengths.
+inline Window WindowOf(const Problem& p, int64_t q_len, int64_t kv_len,
+                       int64_t query_offset) {
+  // Without a bound a side is farther than any query_offset reaches.
+  const auto side = [](int32_t x) { return x >= kUnbounded ? int64_t{1} << 40 : x; };
+  const int64_t shift = p.bottom_right ? ((query_offset + kv_len) - q_len) : query_offset;
+  return {shift, side(p.window_left), side(p.window_right), q_len, kv_len};
+}
 
 // Letters of dimensions; jax_fa/spec/schema.py explains them.
 namespace letters {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -509,21 +510,22 @@ def _for_operations(name: str, call: Call) -> Call:
     return call
 
 
+_OF_JAX_NN = (
+    *("bias", "mask", "scale", "is_causal", "query_seq_lengths", "key_value_seq_lengths"),
+    *("local_window_size", "implementation"),
+)
+"""Options of ``attention`` that ``jax.nn.dot_product_attention`` has, too."""
+
+
 def _cudnn(
     qkv: tuple[ArrayLike, ArrayLike, ArrayLike], options: Options, return_residual: bool
 ) -> Any:
-    ours = {
-        "query_segment_ids": None,
-        "key_value_segment_ids": None,
-        "logits_soft_cap": None,
-        "sinks": None,
-        "causal_alignment": "top_left",
-        "query_offset": None,
-        "deterministic": False,
-        "mask_mod": None,
-        "block_mask": None,
-    }
     given = cast(dict[str, Any], options)
+    ours = {
+        name: parameter.default
+        for name, parameter in inspect.signature(attention).parameters.items()
+        if name in given and name not in _OF_JAX_NN
+    }
     used = [
         name
         for name, default in ours.items()

@@ -26,6 +26,8 @@ needs_dsl = pytest.mark.skipif(
 )
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
+PACKED = ("cu_seqlens_q", "cu_seqlens_k")
+
 
 def problem(band=None, soft_cap=None, **fields):
     semantics = Semantics(scale=0.1, band=band or Band(), soft_cap=soft_cap)
@@ -132,10 +134,10 @@ def test_a_build_of_some_kernels_is_for_those_that_run_them():
         (problem(head_dim=129, value_dim=1), "fwd_sm90_bf16_d192v128_full"),
         (problem(head_dim=1, value_dim=129), "fwd_sm90_bf16_d256_full"),
         (problem(head_dim=256, value_dim=8), "fwd_sm90_bf16_d256_full"),
-        (problem(head_dim=80, is_packed=True), "fwd_sm90_bf16_d128_general"),
+        (problem(head_dim=80, present=PACKED), "fwd_sm90_bf16_d128_general"),
         (problem(head_dim=40, q_len=1, value_dim=24), "fwd_sm90_bf16_d64_general_few"),
         (problem(head_dim=40, q_len=20, value_dim=24), "fwd_sm90_bf16_d64_general_split"),
-        (problem(has_sinks=True), "fwd_sm90_bf16_d128_full"),
+        (problem(present=("sinks",)), "fwd_sm90_bf16_d128_full"),
         (problem(Band(is_causal=True)), "fwd_sm90_bf16_d128_causal"),
         (problem(Band(right=0)), "fwd_sm90_bf16_d128_causal"),
         (
@@ -144,10 +146,10 @@ def test_a_build_of_some_kernels_is_for_those_that_run_them():
         ),
         (problem(Band(is_causal=True, left=256)), "fwd_sm90_bf16_d128_general"),
         (problem(Band(right=7)), "fwd_sm90_bf16_d128_general"),
-        (problem(has_lengths=True), "fwd_sm90_bf16_d128_general"),
-        (problem(has_segments=True), "fwd_sm90_bf16_d128_general"),
-        (problem(has_offset=True), "fwd_sm90_bf16_d128_general"),
-        (problem(is_packed=True), "fwd_sm90_bf16_d128_general"),
+        (problem(present=("q_lengths",)), "fwd_sm90_bf16_d128_general"),
+        (problem(present=("q_segments", "kv_segments")), "fwd_sm90_bf16_d128_general"),
+        (problem(present=("q_offset",)), "fwd_sm90_bf16_d128_general"),
+        (problem(present=PACKED), "fwd_sm90_bf16_d128_general"),
         (problem(soft_cap=30.0), "fwd_sm90_bf16_d128_general_cap"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jax_fa.runtime.dispatch import Emulation, Target, choose
+from jax_fa.spec import schema
 from jax_fa.spec.arch import ARCHS
 from jax_fa.spec.band import Band
 from jax_fa.spec.problem import Problem, Semantics
@@ -206,3 +207,52 @@ def test_xla_is_no_fallback_when_asked_for():
 def test_forced_platform_that_is_not_the_one_lowered_for_is_refused():
     with pytest.raises(NotImplementedError, match="lowered for platform 'cpu'"):
         choose(PROBLEM, CPU, "cuda")
+
+
+@pytest.fixture
+def segments_for_hopper(monkeypatch):
+    """As if only the code of Hopper's forward read segments."""
+    for name in ("q_segments", "kv_segments"):
+        row = schema.BY_NAME[name]._replace(readers=(("sm90", "fwd"),), feature="`segment_ids`")
+        monkeypatch.setitem(schema.BY_NAME, name, row)
+
+
+WITH_SEGMENTS = replace(PROBLEM, present=("q_segments", "kv_segments"))
+
+
+@pytest.mark.usefixtures("segments_for_hopper")
+@pytest.mark.parametrize(
+    ("target", "operation", "whose"),
+    [
+        (CPU, "fwd", "fwd kernels for the CPU"),
+        (Target("cuda", ALL, ("9.0",)), "bwd", "bwd kernels for sm90"),
+        (Target("cuda", ALL, ("10.3",)), "fwd", "fwd kernels for sm103"),
+        (Target("cuda", ALL), "fwd", "fwd kernels for sm100"),
+    ],
+)
+def test_kernels_that_do_not_read_an_operand_are_not_chosen_where_it_is(target, operation, whose):
+    choice = choose(WITH_SEGMENTS, target, None, operation)
+    assert (choice.implementation, choice.is_fallback) == ("xla", True)
+    assert choice.reason == f"{whose} do not take segment_ids"
+    assert choose(PROBLEM, target, None, operation).implementation != "xla"
+
+
+def test_of_several_kernels_one_that_reads_the_operand_is_chosen(request):
+    """Though it is not the fastest: that for few queries is of other code."""
+    decoding = replace(WITH_SEGMENTS, q_len=1, kv_len=4096)
+    hopper = Target("cuda", ALL, ("9.0",))
+    assert choose(decoding, hopper, None).kernel.endswith("_few")
+    request.getfixturevalue("segments_for_hopper")
+    assert choose(decoding, hopper, None).kernel == "fwd_sm90_bf16_d128_general_split"
+    assert choose(WITH_SEGMENTS, hopper, None).kernel == "fwd_sm90_bf16_d128_general"
+
+
+def test_an_attribute_that_a_kernel_does_not_read_may_be_0_there(monkeypatch):
+    rows = {x.name: x for x in schema.ATTRIBUTES}
+    rows["deterministic"] = rows["deterministic"]._replace(readers=(("sm90", "bwd"),))
+    monkeypatch.setattr(schema, "ATTRIBUTES", (*rows.values(),))
+    asked = replace(PROBLEM, semantics=replace(PROBLEM.semantics, deterministic=True))
+    refused = choose(asked, CPU, None, "bwd")
+    assert refused.reason == "bwd kernels for the CPU do not take deterministic"
+    assert choose(PROBLEM, CPU, None, "bwd").implementation == "cpu"
+    assert choose(asked, Target("cuda", ALL, ("9.0",)), None, "bwd").implementation == "cuda"

@@ -162,19 +162,11 @@ def test_lookup_in_cxx_agrees_with_python(variant):
 )
 def test_the_kernel_that_lowering_names_is_found(left, right, extra):
     """And what is not compiled is not named."""
-    field = {
-        "q_lengths": "has_lengths",
-        "kv_lengths": "has_lengths",
-        "cu_seqlens_q": "is_packed",
-        "q_segments": "has_segments",
-        "q_offset": "has_offset",
-        "sinks": "has_sinks",
-    }
     variant = variants.BY_NAME[COMPILED[0]]
     band = Band(left=left, right=right)
     problem = problem_for(variant, semantics=Semantics(0.1, band))
     if extra is not None:
-        problem = replace(problem, **{field[extra]: True})
+        problem = replace(problem, present=(extra,))
     if extra == "cu_seqlens_q":
         problem = replace(problem, batch=1)
     call = call_for(problem, variant.operation) | dict.fromkeys(TOGETHER.get(extra, ()), 0x1000)

@@ -378,7 +378,6 @@ def test_only_bindings_uses_jax_ffi():
 
 # C++, the same for `#include "..."`: schema.h -> a platform's kernels -> handlers -> module.
 INCLUDES = {
-    "band.h": (),
     "schema.h": (),
     "testing.h": (),
     "driver_test.cc": ("driver.h", "testing.h"),
@@ -395,7 +394,7 @@ INCLUDES = {
         *("ffi_call.h", "handlers_cpu.h", "handlers_cuda.h", "schema.h", "testing.h"),
     ),
     "arguments.*": ("arguments.h", "checks.h", "schema.h"),
-    "attention_cpu*": ("attention_cpu*.h", "band.h", "schema.h"),
+    "attention_cpu*": ("attention_cpu*.h", "schema.h"),
     "driver*": ("driver.h",),
     "emulator_block*": ("emulator_block.h",),
     "emulator_dot*": ("emulator_dot.h",),

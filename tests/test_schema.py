@@ -38,6 +38,22 @@ def test_host_entries_take_every_array_once(operation):
     assert sorted(pointers) == sorted(names((*arrays.operands, *arrays.results, *arrays.scratch)))
 
 
+@pytest.mark.parametrize(
+    "row", [schema.BY_NAME["bias"], schema.ATTRIBUTES[0]], ids=lambda x: x.name
+)
+@pytest.mark.parametrize(
+    ("readers", "operations"),
+    [
+        (None, ["fwd", "bwd", "dbias"]),
+        ((("cpu", "fwd"), ("cpu", "bwd"), ("sm90", "bwd")), ["bwd"]),
+        ((), []),
+    ],
+)
+def test_host_entries_lack_what_no_kernel_on_a_gpu_reads(row, readers, operations):
+    row = row._replace(readers=readers)
+    assert [x for x in variants.OPERATIONS if abi.is_read(row, x)] == operations
+
+
 def test_every_array_of_a_caller_has_a_place_on_devices():
     for arrays in schema.OPERATIONS.values():
         call = sharding.Names(*(tuple(names(x)) for x in (arrays.operands, arrays.results)))

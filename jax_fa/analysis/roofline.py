@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from jax_fa.spec.arch import ARCHS, MMA, Operation, Rates, arch_named
-from jax_fa.spec.band import Window, key_range
+from jax_fa.spec.band import key_range
 from jax_fa.spec.problem import Problem
 
 TILE = 128
@@ -318,8 +318,7 @@ def visible_pairs(problem: Problem) -> int:
     band, q_len, kv_len = problem.semantics.band, problem.q_len, problem.kv_len
     if band.is_full:
         return q_len * kv_len
-    shift = band.shift(q_len, kv_len)
-    window = Window(shift, band.left_bound, band.right_bound, q_len, kv_len)
+    window = band.window(band.shift(q_len, kv_len), q_len, kv_len)
     ranges = (key_range(window, row) for row in range(q_len))
     return sum(max(keys.hi - keys.lo, 0) for keys in ranges)
 

@@ -35,7 +35,7 @@ _TARGETS: dict[Operation, str] = {
 PARTITIONED_TARGET = "jax_fa_partitioned_v1"
 """A call that XLA splits over devices (``partitioning``); it never runs itself."""
 
-EXTENSION_VERSION = 3
+EXTENSION_VERSION = schema.VERSION
 
 _KINDS = {"float32": np.float32, "int32": np.int32, "bool": np.bool_, "string": str}
 

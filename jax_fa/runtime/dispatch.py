@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from jax_fa.runtime import installation
-from jax_fa.spec import variants
+from jax_fa.spec import schema, variants
 from jax_fa.spec.arch import ARCHS, Arch, Operation, arch_of, known_capabilities
 from jax_fa.spec.band import MAX_LENGTH, ceil_div
-from jax_fa.spec.key import HEAD_STEP
-from jax_fa.spec.names import stem
+from jax_fa.spec.key import HEAD_STEP, KernelKey
+from jax_fa.spec.names import kind_of, stem
 from jax_fa.spec.problem import KERNEL_DTYPES, Problem
+from jax_fa.spec.schema import Reader
 
 Implementation = Literal["cpu", "cuda", "cudnn", "xla", "emulated"]
 
@@ -144,6 +145,9 @@ def _gpu_kernel(problem: Problem, target: Target, operation: Operation) -> tuple
     launched = problem
     if problem.is_packed and problem.num_sequences > 0:  # sequences.with_slot_in_front
         launched = replace(problem, num_sequences=problem.num_sequences + 1)
+    if keys := variants.serving(problem, operation):
+        for arch in archs:  # the last is of no special case, such as few queries
+            _check_read(problem, _reader(arch, operation, keys[-1]), arch.name)
     kernel = gpu_kernel(launched, target, operation)
     names = {arch: variants.run_as(operation, arch, kernel.stem) for arch in archs}
     for arch, name in names.items():
@@ -151,6 +155,17 @@ def _gpu_kernel(problem: Problem, target: Target, operation: Operation) -> tuple
             why = variants.nearest(problem, arch, operation, target.compiled)
             raise _Refusal(why + _alone(launched, target, operation))
     return ", ".join(sorted({*names.values()})), kernel
+
+
+def _reader(arch: Arch, operation: Operation, key: KernelKey) -> Reader:
+    """The code of the kernel that GPUs of a family run for ``key``."""
+    return arch.kernels(kind_of(operation, stem(key))).folder, operation
+
+
+def _check_read(problem: Problem, reader: Reader, whose: str) -> None:
+    """Refuses a problem that has what a kernel does not read."""
+    if unread := schema.unread(problem, reader):
+        raise _Refusal(f"{reader[1]} kernels for {whose} do not take {', '.join(unread)}")
 
 
 def _alone(problem: Problem, target: Target, operation: Operation) -> str:
@@ -177,7 +192,11 @@ def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel
         operation: what is computed.
     """
     archs = _archs(target)
-    keys = variants.serving(problem, operation)
+    keys = [
+        key
+        for key in variants.serving(problem, operation)
+        if not any(schema.unread(problem, _reader(arch, operation, key)) for arch in archs)
+    ]
     kernels = [
         Kernel(stem(key), variants.num_parts(problem, key), (key.head_dim, key.value_dim))
         for key in keys
@@ -212,6 +231,7 @@ def _kernels(
     if target.platform == "cuda" or implementation == "emulated":
         return _gpu_kernel(problem, target, operation)
     if target.platform == "cpu":
+        _check_read(problem, ("cpu", operation), "the CPU")
         return f"{operation}_cpu", Kernel()
     raise _Refusal(f"no kernels exist for platform {target.platform!r}")
 

@@ -15,7 +15,7 @@ from jax import Array
 
 from jax_fa.runtime import masks
 from jax_fa.runtime.sequences import with_slot_in_front
-from jax_fa.spec.band import Extremes, Window, key_range
+from jax_fa.spec.band import Extremes, key_range
 from jax_fa.spec.problem import Gradients, Operands, Semantics
 
 
@@ -101,13 +101,7 @@ def _visibility(operands: Operands, semantics: Semantics) -> _Visibility:
         )
     q_len, kv_len = lengths(operands, (q_shape[1], kv_shape[1]))
     shift = diagonals(operands, semantics, (q_len, kv_len))
-    window = Window(
-        shift[rows.sequence],
-        band.left_bound,
-        band.right_bound,
-        q_len[rows.sequence],
-        kv_len[rows.sequence],
-    )
+    window = band.window(shift[rows.sequence], q_len[rows.sequence], kv_len[rows.sequence])
     seen = key_range(window, rows.position, Extremes(jnp.minimum, jnp.maximum))
     position = keys.position[:, None, :]  # [B, 1, S]
     pairs = (position >= seen.lo[:, :, None]) & (position < seen.hi[:, :, None])

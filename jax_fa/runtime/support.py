@@ -11,8 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jax_fa.runtime.dispatch import Target, choose
+from jax_fa.spec import schema
 from jax_fa.spec.arch import ARCHS, Operation
 from jax_fa.spec.band import Band
 from jax_fa.spec.problem import Problem, Semantics
@@ -45,6 +47,20 @@ def _banded(band: Band) -> Problem:
     return replace(_PLAIN, semantics=Semantics(scale=1.0, band=band))
 
 
+def _of_schema() -> dict[str, list[Problem]]:
+    """One problem for each operand and each side of the band that is a feature by itself."""
+    found: dict[str, list[Problem]] = {}
+    for side in schema.ATTRIBUTES:
+        if side.feature:
+            sides: dict[str, Any] = {side.window: 128}
+            found.setdefault(side.feature, []).append(_banded(Band(**sides)))
+    for array in schema.OPERANDS:
+        if array.feature:
+            with_it = replace(_PLAIN, present=(array.name,))
+            found.setdefault(array.feature, []).append(with_it)
+    return found
+
+
 _FEATURES: dict[str, Sequence[Problem]] = {
     "bfloat16, float16": [_PLAIN, replace(_PLAIN, dtype="float16")],
     "float32": [replace(_PLAIN, dtype="float32")],
@@ -58,13 +74,9 @@ _FEATURES: dict[str, Sequence[Problem]] = {
         _banded(Band(is_causal=True)),
         _banded(Band(is_causal=True, alignment="bottom_right")),
     ],
-    "`local_window_size`": [_banded(Band(left=256, right=0)), _banded(Band(left=128, right=128))],
-    "`query_seq_lengths`, `key_value_seq_lengths`": [replace(_PLAIN, has_lengths=True)],
-    "segment ids (packed documents)": [replace(_PLAIN, has_segments=True)],
-    "`attention_varlen`": [replace(_PLAIN, batch=1, is_packed=True)],
-    "`query_offset`": [replace(_PLAIN, has_offset=True)],
+    **_of_schema(),
+    "`attention_varlen`": [replace(_PLAIN, batch=1, present=("cu_seqlens_q", "cu_seqlens_k"))],
     "`logits_soft_cap`": [replace(_PLAIN, semantics=Semantics(scale=1.0, soft_cap=30.0))],
-    "`sinks`": [replace(_PLAIN, has_sinks=True)],
     "`mask`, `mask_mod`, `block_mask`": [
         replace(_PLAIN, mask_batch=1, mask_heads=1, mask_rows=1024, mask_width=32)
     ],

@@ -47,24 +47,39 @@ def _scalars(attributes: Iterable[Attribute]) -> tuple[Param, ...]:
 
 _REQUIRED = _pointers(array for array in schema.OPERANDS if not array.is_optional)
 
-_EXTRAS = _pointers(array for array in schema.OPERANDS if array.is_optional)
-"""Operands that may be null."""
 
-_PROBLEM = (
-    *(Param(extent.name, "int32") for extent in schema.EXTENTS),
-    *_scalars(attribute for attribute in schema.ATTRIBUTES if not attribute.is_backward_only),
-    Param("num_sms", "int32"),
-)
-"""Run-time extents and scalars: bounds are ``band.UNBOUNDED`` at most, ``num_sms`` is the device's
-multiprocessor count (persistent kernels launch that many CTAs).
-"""
+def is_read(row: Array | Attribute, operation: Operation) -> bool:
+    """Some GPU kernel of an operation reads it."""
+    return row.readers is None or any(
+        folder != "cpu" and of == operation for folder, of in row.readers
+    )
+
+
+def _extras(operation: Operation) -> tuple[Param, ...]:
+    """Operands that may be null."""
+    return _pointers(x for x in schema.OPERANDS if x.is_optional and is_read(x, operation))
+
+
+def _problem(operation: Operation) -> tuple[Param, ...]:
+    """Run-time extents and scalars.
+
+    Bounds are ``band.UNBOUNDED`` at most, ``num_sms`` is the device's multiprocessor count
+    (persistent kernels launch that many CTAs).
+    """
+    read = (x for x in schema.ATTRIBUTES if is_read(x, operation) and not x.is_backward_only)
+    return (
+        *(Param(extent.name, "int32") for extent in schema.EXTENTS),
+        *_scalars(read),
+        Param("num_sms", "int32"),
+    )
+
 
 FORWARD: tuple[Param, ...] = (
     *_REQUIRED,
     *_pointers((*schema.OPERATIONS["fwd"].results, *schema.FORWARD_SCRATCH)),
     Param("num_splits", "int32"),
-    *_EXTRAS,
-    *_PROBLEM,
+    *_extras("fwd"),
+    *_problem("fwd"),
     Param("stream", "stream"),
 )
 """Parameters of every forward entry. Those that split keys take at least two parts, others none:
@@ -73,8 +88,8 @@ null pointers and 0."""
 BACKWARD: tuple[Param, ...] = (
     *_REQUIRED,
     *_pointers((*schema.SAVED, *schema.OPERATIONS["bwd"].results, *schema.BACKWARD_SCRATCH)),
-    *_EXTRAS,
-    *_PROBLEM,
+    *_extras("bwd"),
+    *_problem("bwd"),
     *_scalars(attribute for attribute in schema.ATTRIBUTES if attribute.is_backward_only),
     Param("stream", "stream"),
 )
@@ -83,8 +98,8 @@ BACKWARD: tuple[Param, ...] = (
 BIAS_GRADIENT: tuple[Param, ...] = (
     *_REQUIRED,
     *_pointers((*schema.ROWS, *schema.OPERATIONS["dbias"].results, *schema.DBIAS_SCRATCH)),
-    *_EXTRAS,
-    *_PROBLEM,
+    *_extras("dbias"),
+    *_problem("dbias"),
     Param("stream", "stream"),
 )
 """Parameters of every entry that gives the gradient of a bias, which is there."""

@@ -13,8 +13,8 @@ actual lengths) for bottom-right alignment; offsets are at most ``MAX_OFFSET`` i
 
 Everything here is plain arithmetic on values that may be Python ints (tests, plans) or traced
 integers (kernels, jnp), for which ``Extremes`` are passed in.
-The same seen from keys, as a backward wants it: ``band_of_keys.py``. The C++ twin is
-``ffi/band.h``; a test compares them exhaustively.
+The same seen from keys, as a backward wants it: ``band_of_keys.py``. ``schema_cpp.py`` writes the
+C++ from both; a test compares them exhaustively.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ class Band:
             return query_offset + kv_len - q_len
         return query_offset
 
+    def window(self, shift: Any, q_len: Any, kv_len: Any) -> Window:
+        """The band of a sequence of these lengths, whose ``shift`` is known."""
+        return Window(shift, self.left_bound, self.right_bound, q_len, kv_len)
+
 
 def _bound(side: int | None) -> int:
     """A side of the band as kernels see it."""
@@ -144,11 +148,7 @@ def ceil_div(a: Any, b: Any) -> Any:
     return (a + b - 1) // b
 
 
-def key_range(
-    window: Window,
-    row: Any,
-    extremes: Extremes = OF_INTS,
-) -> KeyRange:
+def key_range(window: Window, row: Any, extremes: Extremes = OF_INTS) -> KeyRange:
     """Keys that query ``row`` sees, for ``row < q_len``."""
     diagonal = row + window.shift
     return KeyRange(

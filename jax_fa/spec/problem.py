@@ -41,6 +41,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jax_fa.spec import schema
 from jax_fa.spec.band import Band
 
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -148,6 +149,10 @@ class Problem:
 
     Shapes are those of one launch: for packed sequences ``batch`` is 1 and ``num_sequences`` counts
     the slots that ``cu_seqlens`` describes; otherwise both are B.
+
+    Attributes:
+        semantics: what no shape changes.
+        present: names of the operands that may be absent, and are not.
     """
 
     dtype: str
@@ -160,11 +165,7 @@ class Problem:
     head_dim: int
     value_dim: int
     semantics: Semantics
-    has_lengths: bool = False
-    has_segments: bool = False
-    has_offset: bool = False
-    has_sinks: bool = False
-    is_packed: bool = False
+    present: tuple[str, ...] = ()
     mask_batch: int = 0
     mask_heads: int = 0
     mask_rows: int = 0
@@ -196,11 +197,7 @@ class Problem:
             head_dim=head_dim,
             value_dim=value_dim,
             semantics=semantics,
-            has_lengths=operands.q_lengths is not None or operands.kv_lengths is not None,
-            has_segments=operands.q_segments is not None,
-            has_offset=operands.q_offset is not None,
-            has_sinks=operands.sinks is not None,
-            is_packed=operands.is_packed,
+            present=tuple(x for x in operands.present if schema.BY_NAME[x].is_optional),
             mask_batch=mask_batch,
             mask_heads=mask_heads,
             mask_rows=mask_rows,
@@ -215,8 +212,22 @@ class Problem:
     @property
     def has_hiding_operands(self) -> bool:
         """True if operands, and not the band alone, decide which keys a query sees."""
-        by_tokens = self.has_lengths or self.has_segments or self.is_packed
-        return by_tokens or self.has_offset or self.has_mask
+        return self.has_mask or any(schema.BY_NAME[name].is_hiding for name in self.present)
+
+    @property
+    def is_packed(self) -> bool:
+        """True if sequences lie one after another in a single row."""
+        return "cu_seqlens_q" in self.present
+
+    @property
+    def has_lengths(self) -> bool:
+        """True if some sequences may be shorter than their slots."""
+        return "q_lengths" in self.present or "kv_lengths" in self.present
+
+    @property
+    def has_sinks(self) -> bool:
+        """True if the denominator has an extra logit per head."""
+        return "sinks" in self.present
 
     @property
     def has_mask(self) -> bool:

@@ -31,11 +31,19 @@ from jax_fa.spec import arch
 from jax_fa.spec.band import OF_INTS, Extremes, ceil_div
 from jax_fa.spec.division import MAP_CELL, map_stripes
 
+VERSION = 3
+"""Of the compiled extension; raised whenever operands or attributes change. ``bindings.py`` refuses
+an extension that has another."""
+
 Dtype = Literal["element", "float32", "int32", "bias"]
 """Element type of an array; "element" is that of q, k and v, "bias" that or float32, as
 ``Problem.bias_bytes`` tells."""
 
 Kind = Literal["float32", "int32", "bool", "string"]
+
+
+Reader = tuple[str, arch.Operation]
+"""Kernels of an operation: the folder of ``kernels/`` with their code, or "cpu"."""
 
 
 class Array(NamedTuple):
@@ -49,6 +57,10 @@ class Array(NamedTuple):
         is_optional: it may be absent: an array without elements at the FFI, else a null pointer.
         is_aligned: kernels access it 16 bytes at a time, by TMA or otherwise.
         is_differentiable: a backward gives its gradient.
+        readers: the kernels that read it; None if all do. Where it is present, no others are
+            chosen (``dispatch.py``). An operation is not handed what none of its kernels reads, nor
+            are its host entries what only the CPU's reads.
+        feature: what asks for it, in the words of the support table; "" if that takes more.
     """
 
     name: str
@@ -58,6 +70,13 @@ class Array(NamedTuple):
     is_optional: bool = False
     is_aligned: bool = False
     is_differentiable: bool = False
+    readers: tuple[Reader, ...] | None = None
+    feature: str = ""
+
+    @property
+    def is_hiding(self) -> bool:
+        """Is an operand that may hide keys: whole numbers do, others are added to logits."""
+        return self.is_optional and self.dtype == "int32"
 
     @property
     def is_per_sequence(self) -> bool:
@@ -87,7 +106,7 @@ class Array(NamedTuple):
     @property
     def gradient(self) -> Array:
         """The result of a backward that belongs to a differentiable operand."""
-        return self._replace(name=f"d{self.name}", note="", is_differentiable=False)
+        return Array(f"d{self.name}", self.dtype, self.dims, "", self.is_optional, self.is_aligned)
 
     def shape(self, extents: Mapping[str, Any]) -> tuple[Any, ...]:
         """Its shape, given the extent of every letter."""
@@ -98,25 +117,32 @@ def _whole(name: str, dims: str, **more: Any) -> Array:
     return Array(name, "element", dims, is_aligned=True, **more)
 
 
-def _ints(name: str, dims: str, note: str) -> Array:
-    return Array(name, "int32", dims, note, is_optional=True)
+def _ints(name: str, dims: str, note: str, **more: Any) -> Array:
+    return Array(name, "int32", dims, note, is_optional=True, **more)
 
+
+_LENGTHS = "`query_seq_lengths`, `key_value_seq_lengths`"
+_SEGMENTS = "segment ids (packed documents)"
 
 _FIRST_OPERANDS = (
     _whole("q", "B T N D", is_differentiable=True),
     _whole("k", "B S K D", is_differentiable=True),
     _whole("v", "B S K Dv", is_differentiable=True),
-    _ints("q_lengths", "M", "used query rows of each slot"),
-    _ints("kv_lengths", "M", "used keys of each slot"),
+    _ints("q_lengths", "M", "used query rows of each slot", feature=_LENGTHS),
+    _ints("kv_lengths", "M", "used keys of each slot", feature=_LENGTHS),
     _ints("cu_seqlens_q", "M+1", "slot borders of packed queries; present iff packed"),
     _ints("cu_seqlens_k", "M+1", "slot borders of packed keys; present iff packed"),
-    _ints("q_segments", "B T", "a query sees only keys of its own segment"),
+    _ints("q_segments", "B T", "a query sees only keys of its own segment", feature=_SEGMENTS),
     _ints("kv_segments", "B S", "present iff q_segments is"),
-    _ints("q_offset", "M", "position of query row 0, added to the diagonal"),
+    _ints(
+        *("q_offset", "M", "position of query row 0, added to the diagonal"),
+        feature="`query_offset`",
+    ),
     Array(
         *("sinks", "float32", "M N", "one extra logit per head in the denominator"),
         is_optional=True,
         is_differentiable=True,
+        feature="`sinks`",
     ),
 )
 _BIAS = Array(
@@ -190,19 +216,33 @@ class Operation(NamedTuple):
     results: tuple[Array, ...]
     scratch: tuple[Array, ...]
     may_lack_scratch: bool
-    num_added: int = len(_ADDED_OPERANDS)
+    num_added: int
+
+
+def _added(operation: arch.Operation) -> tuple[Array, ...]:
+    """Of the operands that older programs lack, those that some kernel of an operation reads."""
+    return tuple(
+        x for x in _ADDED_OPERANDS if x.readers is None or operation in (y for _, y in x.readers)
+    )
 
 
 OPERATIONS: dict[arch.Operation, Operation] = {
-    "fwd": Operation(OPERANDS, (OUT, LSE), FORWARD_SCRATCH, may_lack_scratch=True),
+    "fwd": Operation(
+        (*_FIRST_OPERANDS, *_added("fwd")),
+        (OUT, LSE),
+        FORWARD_SCRATCH,
+        may_lack_scratch=True,
+        num_added=len(_added("fwd")),
+    ),
     "bwd": Operation(
-        (*_FIRST_OPERANDS, *SAVED, *_ADDED_OPERANDS),
+        (*_FIRST_OPERANDS, *SAVED, *_added("bwd")),
         tuple(array for array in GRADIENTS if array != _BIAS.gradient),
         BACKWARD_SCRATCH,
         may_lack_scratch=False,
+        num_added=len(_added("bwd")),
     ),
     "dbias": Operation(
-        (*_FIRST_OPERANDS, *ROWS, *_ADDED_OPERANDS),
+        (*_FIRST_OPERANDS, *ROWS, *_added("dbias")),
         *((_BIAS.gradient,), DBIAS_SCRATCH),
         may_lack_scratch=True,
         num_added=0,
@@ -271,6 +311,10 @@ class Attribute(NamedTuple):
         note: what it says.
         is_required: False if it was added later: older programs lack it, which means 0 or "".
         is_backward_only: forward kernels do without.
+        window: the field of ``band.Band`` that tells it, and of ``band.Window`` that it is; "" if
+            none. It is from -UNBOUNDED to UNBOUNDED, which is no bound.
+        readers: as of an ``Array``, where its value is not 0.
+        feature: as of an ``Array``, where ``window`` has a value.
     """
 
     name: str
@@ -279,6 +323,9 @@ class Attribute(NamedTuple):
     note: str = ""
     is_required: bool = True
     is_backward_only: bool = False
+    window: str = ""
+    readers: tuple[Reader, ...] | None = None
+    feature: str = ""
 
 
 ATTRIBUTES = (
@@ -287,10 +334,14 @@ ATTRIBUTES = (
     Attribute(
         *("window_left", "int32", lambda s: s.band.left_bound),
         "keys before the diagonal, or kUnbounded",
+        window="left",
+        feature="`local_window_size`",
     ),
     Attribute(
         *("window_right", "int32", lambda s: s.band.right_bound),
         "keys beyond the diagonal, or kUnbounded; causal is 0",
+        window="right",
+        feature="`local_window_size`",
     ),
     Attribute(
         *("bottom_right", "bool", lambda s: s.band.alignment == "bottom_right"),
@@ -313,3 +364,11 @@ ATTRIBUTES = (
     ),
 )
 """Attributes of all operations. They are only ever added, at the end, not required."""
+
+
+def unread(problem: Any, reader: Reader) -> list[str]:
+    """What a ``problem.Problem`` asks and a kernel does not read, as callers call it."""
+    asked: list[Array | Attribute] = [BY_NAME[name] for name in problem.present]
+    asked += [x for x in ATTRIBUTES if x.readers and x.of and x.of(problem.semantics)]
+    unread = [x for x in asked if x.readers is not None and reader not in x.readers]
+    return [*dict.fromkeys(x.feature.replace("`", "") or x.name for x in unread)]

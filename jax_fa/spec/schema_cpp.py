@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jax_fa.spec import abi, arch, division, schema, scratch
-from jax_fa.spec.band import MAX_LENGTH, UNBOUNDED, Extremes
+from jax_fa.spec import abi, arch, band, band_of_keys, division, schema, scratch
+from jax_fa.spec.band import MAX_LENGTH, UNBOUNDED, Band, Extremes
 from jax_fa.spec.key import HEAD_STEP
 from jax_fa.spec.schema import Array, Operation
 
@@ -33,8 +33,8 @@ _EXTRAS = tuple(array for array in schema.OPERANDS if array.is_optional)
 _HEAD = f"""\
 // What crosses the borders between JAX, C++ and kernels: arrays, extents and attributes of all
 // operations, what the FFI handlers hand to a kernel of any platform. Written from
-// jax_fa/spec/schema.py by `python ffi/write_schema.py`; do not edit. Conventions (scale, LSE,
-// empty rows, padding) are stated once, in jax_fa/spec/problem.py.
+// jax_fa/spec/schema.py, and jax_fa/spec/band.py, by `python ffi/write_schema.py`; do not edit.
+// Conventions (scale, LSE, empty rows, padding) are stated once, in jax_fa/spec/problem.py.
 // clang-format off
 #ifndef JAX_FA_SCHEMA_H_
 #define JAX_FA_SCHEMA_H_
@@ -46,6 +46,9 @@ _HEAD = f"""\
 #include <string_view>
 
 namespace jax_fa {{
+
+// jax_fa/spec/schema.py: VERSION.
+inline constexpr int kVersion = {schema.VERSION};
 
 enum class DType : int32_t {{ kF32, kBF16, kF16 }};
 
@@ -90,6 +93,15 @@ class _Text:
     def __floordiv__(self, other: Any) -> _Text:
         return self._with("/", other)
 
+    def __radd__(self, other: Any) -> _Text:
+        return _Text(f"({other} + {self})")
+
+    def __rsub__(self, other: Any) -> _Text:
+        return _Text(f"({other} - {self})")
+
+    def __rmul__(self, other: Any) -> _Text:
+        return _Text(f"({other} * {self})")
+
     def __rfloordiv__(self, other: Any) -> _Text:
         return _Text(f"({other} / {self})")
 
@@ -99,6 +111,9 @@ class _Text:
 
 def _call(function: str) -> Any:
     return lambda a, b: _Text(f"std::{function}<int64_t>({a}, {b})")
+
+
+_EXTREMES = Extremes(_call("min"), _call("max"))
 
 
 def _extents() -> tuple[dict[str, Any], dict[str, _Text]]:
@@ -113,7 +128,7 @@ def _extents() -> tuple[dict[str, Any], dict[str, _Text]]:
         return _Text(name)
 
     on = scratch.Arithmetic(
-        Extremes(_call("min"), _call("max")),
+        _EXTREMES,
         lambda if_, then, else_: _Text(f"({if_} ? {then} : {else_})"),
         named,
     )
@@ -161,6 +176,7 @@ def _problem() -> str:
         f'visit("{x.name}", self.{x.name}, {str(x.is_required).lower()})' for x in schema.ATTRIBUTES
     ]
     of_shapes = [f'visit("{x.name}", self.{x.name})' for x in schema.EXTENTS]
+    sides = [f'visit("{x.name}", self.{x.name})' for x in schema.ATTRIBUTES if x.window]
     return _struct(
         "Problem",
         "Static semantics and extents, shared by all operations. Arrays are dense and row-major.",
@@ -169,7 +185,53 @@ def _problem() -> str:
             "",
             *_visitor("Extents", "visit(name, extent) for those that shapes tell.", of_shapes),
             *_visitor("Attributes", "visit(name, value, is_required) for each.", attributes),
+            *_visitor("Sides", "visit(name, value) for the attributes of the band.", sides),
         ],
+    )
+
+
+def _window() -> str:
+    """The band of a sequence: ``band.Window``, with its functions, and what makes one."""
+    window = band.Window(*map(_Text, band.Window._fields))
+    fields = [f'visit("{name}", self.{name})' for name in band.Window._fields]
+    member = "  Range {}(int64_t {}) const {{ return {{{}}}; }}"
+    keys = band.key_range(window, _Text("row"), _EXTREMES)
+    rows = band_of_keys.row_range(window, _Text("key"), _EXTREMES)
+    lengths = (_Text("q_len"), _Text("kv_len"), _Text("query_offset"))
+    top_left, bottom_right = (
+        Band(alignment=alignment).shift(*lengths) for alignment in ("top_left", "bottom_right")
+    )
+    values: dict[str, Any] = {x.window: f"side(p.{x.name})" for x in schema.ATTRIBUTES if x.window}
+    values |= {"q_len": "q_len", "kv_len": "kv_len", "shift": "shift"}
+    return "\n".join(
+        [
+            "// [lo, hi), empty when hi <= lo.",
+            "struct Range {",
+            "  int64_t lo;",
+            "  int64_t hi;",
+            "};\n",
+            _struct(
+                "Window",
+                "The band of one sequence, everything known; jax_fa/spec/band.py explains it.",
+                [
+                    *(f"  int64_t {name};" for name in band.Window._fields),
+                    "",
+                    "  // Keys that query `row` sees, for row < q_len.",
+                    member.format("KeysOf", "row", ", ".join(map(str, keys))),
+                    "  // Query rows that see `key`, for key < kv_len.",
+                    member.format("RowsOf", "key", ", ".join(map(str, rows))),
+                    *_visitor("Fields", "visit(name, value) for each.", fields),
+                ],
+            ),
+            "// That of a sequence of these lengths.",
+            "inline Window WindowOf(const Problem& p, int64_t q_len, int64_t kv_len,",
+            "                       int64_t query_offset) {",
+            "  // Without a bound a side is farther than any query_offset reaches.",
+            "  const auto side = [](int32_t x) { return x >= kUnbounded ? int64_t{1} << 40 : x; };",
+            f"  const int64_t shift = p.bottom_right ? {bottom_right} : {top_left};",
+            f"  return {{{', '.join(values[name] for name in band.Window._fields)}}};",
+            "}\n",
+        ]
     )
 
 
@@ -322,6 +384,7 @@ def header() -> str:
         [
             _HEAD,
             _problem(),
+            _window(),
             _letters(),
             _arrays(),
             _extras(),

@@ -31,10 +31,11 @@ DECODE = Problem(
     head_dim=128,
     value_dim=128,
     semantics=Semantics(128**-0.5, Band()),
-    has_lengths=True,
+    present=("kv_lengths",),
 )
 LONG = 1 << 17
 """Keys for as many parts as there are multiprocessors."""
+PACKED = ("cu_seqlens_q", "cu_seqlens_k")
 ALL = Target("cuda", frozenset(variants.BY_NAME))
 
 # ----------------------------------------------------------------------------------- how many parts
@@ -74,8 +75,8 @@ def test_heads_that_share_a_tile_count_once():
         {"batch": 64, "num_sequences": 64, "num_kv_heads": 8},
         {"batch": 64, "num_sequences": 64, "q_len": 64, "kv_len": 1024},
         {"batch": 64, "num_sequences": 64, "kv_len": 128},
-        {"batch": 1, "q_len": 64, "num_sequences": 64, "is_packed": True},
-        {"batch": 1, "q_len": 2, "num_sequences": 20, "kv_len": 10000, "is_packed": True},
+        {"batch": 1, "q_len": 64, "num_sequences": 64, "present": PACKED},
+        {"batch": 1, "q_len": 2, "num_sequences": 20, "kv_len": 10000, "present": PACKED},
     ],
     ids=str,
 )
@@ -93,7 +94,14 @@ def test_tiles_are_split_in_two_where_heads_that_share_them_save_more_than_mergi
 
 
 def test_packed_sequences_count_with_their_mean_length():
-    packed = replace(DECODE, batch=1, q_len=2, num_sequences=2, is_packed=True, kv_len=LONG)
+    packed = replace(
+        DECODE,
+        batch=1,
+        q_len=2,
+        num_sequences=2,
+        present=PACKED,
+        kv_len=LONG,
+    )
     assert variants.kv_splits(packed) == division.RESIDENT_CTAS // 4
     assert variants.kv_splits(replace(packed, kv_len=4 * variants.SPLIT_KEYS)) == 2
 
@@ -117,7 +125,7 @@ def test_scratch_holds_one_result_for_each_part_and_none_without():
         ({"q_len": 5}, 8),
         ({"num_q_heads": 40, "num_kv_heads": 2}, 8),
         ({"num_q_heads": 2, "q_len": 16}, 4),
-        ({"batch": 1, "q_len": 6, "is_packed": True}, 2 * 3),
+        ({"batch": 1, "q_len": 6, "present": PACKED}, 2 * 3),
     ],
     ids=str,
 )
@@ -147,7 +155,7 @@ def test_keys_of_few_queries_are_split_until_two_tiles_run_on_each_multiprocesso
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_a_split_variant_of_the_general_mask_serves_every_mask(arch):
     for band in (Band(), Band(is_causal=True), Band(left=5)):
-        problem = replace(DECODE, semantics=Semantics(1.0, band), has_lengths=False)
+        problem = replace(DECODE, semantics=Semantics(1.0, band), present=())
         found = variants.find(problem, arch)
         assert found.key.is_split and found.key.mask == "general"
         assert found.name.endswith(
