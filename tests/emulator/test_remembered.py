@@ -96,6 +96,18 @@ def test_a_fault_is_found_every_time(remembered):
     assert remembered.counts == {"run": 3}
 
 
+def test_a_fault_that_a_run_survives_is_found_every_time(tmp_path):
+    found = EmulationError("a finding")
+
+    def survive(*arguments, **options):
+        return replace(emulate(*arguments, **options), findings=(found,))
+
+    remembered = Remembered(tmp_path, survive)
+    for _ in range(2):
+        assert Run().by(remembered).findings == (found,)
+    assert remembered.counts == {"run": 2}
+
+
 def test_what_no_run_used_for_long_is_deleted(remembered, monkeypatch):
     remembered.prune()
     assert len(list(remembered.folder.iterdir())) == 1

@@ -79,6 +79,8 @@ class Remembered:
         self.counts["run"] += 1
         before = {base: content.copy() for base, content in data.items()}
         report = self._run(ptx, launch, memory, seed=seed, options=options)
+        if report.findings:
+            return report
         changed = {
             base: content.tobytes()
             for base, content in data.items()

@@ -15,7 +15,6 @@ from helpers.oracle import Results, assert_close
 
 import jax_fa.emulator
 from jax_fa.analysis import audit
-from jax_fa.emulator import emulate
 from jax_fa.emulator.faults import ProductOrderError
 from jax_fa.runtime import bindings
 from jax_fa.runtime.dispatch import Emulation
@@ -100,7 +99,6 @@ def test_a_kernel_relies_on_the_order_that_the_readme_states_and_no_other(varian
     )
     unordered = functools.partial(jax_fa.emulator.Options, ordered_products=False, strict=False)
     monkeypatch.setattr(jax_fa.emulator, "Options", unordered)
-    monkeypatch.setattr(jax_fa.emulator, "emulate", emulate)  # Findings are not remembered.
     problem = Problem.of(data(case, key.dtype).operands, case.semantics)
     settings = Emulation(variant.arch, seed=0, completion="lazy", num_sms=1)
     results, reports = execute(
