@@ -21,6 +21,7 @@ from jax_fa.runtime import (
     bindings,
     blockwise,
     checks,
+    eager,
     masks,
     partitioner,
     primitives,
@@ -33,7 +34,6 @@ from jax_fa.runtime.arguments import (
     Explained,
     Keywords,
     Options,
-    PackingKeywords,
     Share,
     WindowSize,
 )
@@ -114,8 +114,8 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         deterministic: bitwise-reproducible gradients.
         mask_mod: function (batch, q_head, q_position, kv_position) -> bool that hides further keys,
             of int32 arrays that broadcast (``jax_fa.mask_mods``, which has some). It becomes the
-            packed bits of a mask, without an array of all pairs; outside jit it is evaluated, and
-            compiled, anew in each call.
+            packed bits of a mask, without an array of all pairs; outside jit it is evaluated anew
+            in each call (and compiled, for more than 2 ** 28 pairs).
         block_mask: bool [B|1, N|1, ceil(T / 128), ceil(S / 128)], True where the 128 queries of a
             block may see its 128 keys: block-sparse attention. May be traced. It hides keys in
             addition to everything else, such as is_causal; kernels skip the blocks it hides.
@@ -159,10 +159,10 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         block_mask=block_mask,
     )
     return_residual = checks.flag("return_residual", return_residual)
-    call = arguments.dense((query, key, value), options)
-    if call.implementation == "cudnn":
-        return _cudnn((query, key, value), options, return_residual)
-    return _as_jax_nn(call, return_residual)
+    qkv = (query, key, value)
+    if isinstance(implementation, str) and implementation == "cudnn":
+        return _cudnn(qkv, options, return_residual)
+    return eager.run(_as_jax_nn, arguments.dense, qkv, options, return_residual)
 
 
 def attention_on_kernels(
@@ -180,12 +180,13 @@ def attention_on_kernels(
     Arguments and errors are those of ``attention``; the function returned raises none of them.
     """
     return_residual = checks.flag("return_residual", return_residual)
+    qkv = (query, key, value)
     given: Options = {"bias": bias, "mask": mask, **options}
-    call = without_cudnn(arguments.dense((query, key, value), given))
+    call = without_cudnn(arguments.dense(qkv, given))
     problem = _problem(call)
     if choice_for(call, problem, bindings.lowered_platform()).implementation == "xla":
         return None
-    return functools.partial(_as_jax_nn, call, return_residual)
+    return functools.partial(eager.run, _as_jax_nn, arguments.dense, qkv, given, return_residual)
 
 
 def attention_with_lse(
@@ -213,7 +214,7 @@ def attention_with_lse(
         disjoint keys can be merged by their LSE, and gradients flow through the merge.
     """
     given: Options = {"bias": bias, "mask": mask, **options}
-    return _run(without_cudnn(arguments.dense((query, key, value), given)))
+    return eager.run(_run, arguments.dense, (query, key, value), given)
 
 
 def attention_varlen(
@@ -251,7 +252,8 @@ def attention_varlen(
     Returns:
         [total_q, N, Dv] in the dtype of query.
     """
-    packing: PackingKeywords = {
+    given: dict[str, Any] = {
+        **options,
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": max_seqlen_q,
@@ -259,8 +261,7 @@ def attention_varlen(
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
     }
-    call = arguments.packed((query, key, value), packing, options)
-    return _run(without_cudnn(call))[0][0]
+    return eager.run(_packed_out, arguments.named, (query, key, value), given)
 
 
 def forward(
@@ -271,9 +272,7 @@ def forward(
     Takes the arguments of ``attention_with_lse``. For code that combines
     partial results itself (ring attention, split keys); see ``backward``.
     """
-    call = _for_operations("forward", arguments.dense((query, key, value), options))
-    out, lse = primitives.forward(call.masked, call.semantics, call.implementation)
-    return call.as_given(out), call.as_given(lse)
+    return eager.run(_forward_alone, arguments.dense, (query, key, value), options)
 
 
 def backward(  # noqa: PLR0913 (operands and results of one mathematical operation)
@@ -472,7 +471,7 @@ def choice_for(call: Call, problem: Problem, platform: str) -> Choice:
 
 
 def _run(call: Call) -> tuple[Array, Array]:
-    reason = arguments.needs_reference(call)
+    reason = arguments.needs_reference(without_cudnn(call))
     if strategies.splits_tokens(call):
         out, lse = strategies.over_mesh(call)
     elif call.implementation == "xla" or reason is not None:
@@ -489,6 +488,18 @@ def _as_jax_nn(call: Call, return_residual: bool) -> Any:
     if return_residual:
         return out, jax.lax.stop_gradient(lse.astype(call.operands.k.dtype))
     return out
+
+
+def _packed_out(call: Call) -> Array:
+    """Runs a call of packed sequences: the output, which has no batch."""
+    return _run(call)[0][0]
+
+
+def _forward_alone(call: Call) -> tuple[Array, Array]:
+    """Runs the operation, without a gradient rule."""
+    operands = _for_operations("forward", call).masked
+    out, lse = primitives.forward(operands, call.semantics, call.implementation)
+    return call.as_given(out), call.as_given(lse)
 
 
 def without_cudnn(call: Call) -> Call:
@@ -520,6 +531,7 @@ _OF_JAX_NN = (
 def _cudnn(
     qkv: tuple[ArrayLike, ArrayLike, ArrayLike], options: Options, return_residual: bool
 ) -> Any:
+    arguments.dense(qkv, options)
     given = cast(dict[str, Any], options)
     ours = {
         name: parameter.default

@@ -150,6 +150,7 @@ TOWERS = {
         Layer("runtime.checks", "jax numpy"),
         Layer("runtime.mask_functions", "jax numpy"),
         Layer("runtime.arguments", "jax numpy"),
+        Layer("runtime.eager", "jax numpy"),
         Layer("runtime.strategies", "jax numpy"),
         Layer("runtime.partitioner", "jax jaxlib numpy"),
     ),

@@ -3,6 +3,7 @@
 In the order of calls; a module calls only modules below it (``tests/test_imports.py``)::
 
     api           the public functions
+      eager         outside of jit: what follows as one program, compiled once
       arguments     keywords to operands and semantics, by the converters of ``checks``
       strategies    only where explicit sharding splits tokens: the way continues per device
       vjp           what the forward saves for the backward

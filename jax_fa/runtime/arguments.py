@@ -6,7 +6,7 @@ what was expected, what was found and what would work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, cast, get_args
 
 import jax.numpy as jnp
@@ -208,6 +208,38 @@ def named(qkv: Given, options: Mapping[str, Any], share: Share = WHOLE) -> Call:
     return packed(qkv, packing, rest, share) if packing else dense(qkv, rest, share)
 
 
+def check_values(given: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+    """Refuses what shapes and types do not tell, where it is at hand.
+
+    Args:
+        given: all arguments of a call by name, as the caller wrote them.
+        arrays: those in ``ARRAYS``, converted; their shapes are not checked yet.
+    """
+    if "sinks" in arrays:
+        _check_sinks(given["sinks"])
+    for side, tokens in (("q", "query"), ("k", "key")):
+        borders = arrays.get(f"cu_seqlens_{side}")
+        if borders is not None and borders.ndim == 1 and borders.size and arrays[tokens].ndim:
+            total = arrays[tokens].shape[0]
+            longest = given.get(f"max_seqlen_{side}")
+            _check_borders(side, given[f"cu_seqlens_{side}"], total, longest)
+
+
+ARRAYS: Mapping[str, Callable[[str, Any], Array]] = {
+    **dict.fromkeys(("query", "key", "value", "mask", "block_mask"), checks.array),
+    "bias": checks.reals,
+    "sinks": checks.floats,
+    **dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), checks.integers),
+    "query_offset": checks.integers,
+    **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), checks.int32),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), checks.int32),
+}
+"""The arguments that may be traced, with their converters."""
+
+ONLY_CHECKED = ("max_seqlen_q", "max_seqlen_k")
+"""Arguments that no result depends on."""
+
+
 def needs_reference(call: Call) -> str | None:
     """Why no kernel of any platform can serve a call; None if one may."""
     extents = (*call.operands.q.shape, *call.operands.k.shape)
@@ -387,13 +419,7 @@ class _Given(NamedTuple):
             return None
         sinks = checks.floats("sinks", given)
         checks.check_shape("sinks", sinks, (num_q_heads,))
-        values = checks.at_hand(given)
-        if values is not None and (values > _SINKS_LIMIT).any():
-            raise ValueError(
-                f"attention: sinks should be at most {_SINKS_LIMIT:g} (-inf for a head without), "
-                f"but hold {np.nanmax(values):g}. The LSE has 24 bits: a probability exp(logit - "
-                f"lse) would be wrong by more than 0.1%."
-            )
+        _check_sinks(given)
         return jnp.broadcast_to(sinks.astype(jnp.float32), (count, num_q_heads))
 
     def bias(self, full: tuple[int, ...]) -> Array | None:
@@ -485,6 +511,16 @@ def _check_qkv(q: Array, k: Array, v: Array) -> None:
         raise ValueError(
             f"attention: query has {q.shape[2]} heads and key {num_kv_heads}; query heads must be "
             f"a multiple of key/value heads."
+        )
+
+
+def _check_sinks(given: Any) -> None:
+    values = checks.at_hand(given)
+    if values is not None and (values > _SINKS_LIMIT).any():
+        raise ValueError(
+            f"attention: sinks should be at most {_SINKS_LIMIT:g} (-inf for a head without), "
+            f"but hold {np.nanmax(values):g}. The LSE has 24 bits: a probability exp(logit - "
+            f"lse) would be wrong by more than 0.1%."
         )
 
 

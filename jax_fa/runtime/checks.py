@@ -243,6 +243,8 @@ def _before_conversion(name: str, given: Any) -> Array | np.ndarray:
 
 def _fitting(name: str, value: Array | np.ndarray) -> Array:
     """As int32, refusing values that are not: others would silently become another number."""
+    if isinstance(value, jax.Array) and value.dtype == np.int32 and not value.weak_type:
+        return value
     info = jnp.iinfo(value.dtype)
     if info.min >= INT32.min and info.max <= INT32.max:
         return jnp.asarray(value, jnp.int32)

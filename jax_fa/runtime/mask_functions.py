@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +115,8 @@ def words(function: MaskFunction, at: Places) -> Array:
     Rows are evaluated block by block: where XLA fuses a function with the packing, no array of all
     pairs exists, and where it does not, none of more than ``PAIRS``.
     """
+    if math.prod(np.broadcast_shapes(*(x.shape for x in at))) <= PAIRS:
+        return masks.packed_by_sum(evaluated(function, at))
     shape = _shape(function, at)
     count = shape[2]
     rows = max(PAIRS // max(shape[0] * shape[1] * shape[3], 1), 1)
