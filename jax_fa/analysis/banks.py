@@ -330,7 +330,7 @@ def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...
             None,
             lambda lane: Element(lane % 4 * 2, 0),
         ),
-        *(staged if config.stages_dq else ()),
+        *(staged if config.stages_dq != "never" else ()),
     )
 
 

@@ -14,7 +14,8 @@ under a causal mask it has the fewest queries, which makes room for the next; an
 block is one that the next does not begin with.
 Descending from the first key block, longest tiles first, as other runs do, all key blocks begin
 with the same query block: on an H200, D = 256, causal, deterministic runs of T = 1024 to 16384 then
-took 45 to 51 % longer than others; like this 8 to 17 % (D = 128: 21 to 24 %, D = 64: 14 to 17 %).
+took 45 to 51 % longer than others; like this 8 to 17 %. On an H100, D = 128, 2 x 8192, where a
+warp of its own reduces dQ from shared memory and consumers go on: 22 % (full 19 %), before 36 %.
 HAZARD: a tile waits for tiles of CTAs of a lower index, which the hardware starts no later, and for
 earlier tiles of its own CTA. So none waits for a tile that cannot start, however few CTAs the
 machine holds at a time. Tiles of rounds keep to it where a round is of whole heads; a head of more

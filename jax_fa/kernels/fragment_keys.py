@@ -56,11 +56,15 @@ def exponentiate(
     """Computes P from the scores, and dP/dS of the softmax's inner score: P times the cap's slope.
 
     ``lse2`` is of this thread's columns: (2, groups), in shared memory or in registers. Without a
-    cap, ``p`` and ``slope`` are one tensor. Both are rounded pair by pair: floats of a whole block
-    beside dP are more than there are registers.
+    cap, ``p`` and ``slope`` are one tensor, which may be ``s`` itself. Else both are rounded pair
+    by pair: floats of a whole block beside S and dP are more than there are registers.
     """
     by_key = fragments.by_row(s)
-    p_words, slope_words = (cute.recast_tensor(tensor, Int32) for tensor in (p, slope))
+    is_rounded = const_expr(p.element_type is not Float32)
+    if const_expr(is_rounded):
+        p_words, slope_words = (cute.recast_tensor(tensor, Int32) for tensor in (p, slope))
+    else:
+        powers_by_key = fragments.by_row(p)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = lse2[None, group].load()
         for r in cutlass.range_constexpr(fragments.ROWS):
@@ -71,7 +75,11 @@ def exponentiate(
             if const_expr(variant.key.has_bias):
                 powers = [backward_rows.probability(power) for power in powers]
             word = fragments.ROWS * group + r
-            p_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
+            if const_expr(is_rounded):
+                p_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
+            else:
+                for i in cutlass.range_constexpr(2):
+                    powers_by_key[r, 2 * group + i] = powers[i]
             if const_expr(variant.key.has_soft_cap):
                 # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
                 slopes = [cute.arch.fmax(1.0 - score * score, 0.0) for score in scores]
@@ -84,15 +92,18 @@ def exponentiate(
 def differentiate(delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
     """Computes dS = slope (dP - delta), in place of dP; ``delta`` is as ``lse2`` above.
 
-    Without a cap the slope is P as dV uses it, rounded: the float32 one would occupy registers
-    that the next S needs.
+    The slope is of float32 or, to a larger error of dS, rounded.
     """
     by_key = fragments.by_row(dp)
-    words = cute.recast_tensor(slope, Int32)
+    is_rounded = const_expr(slope.element_type is not Float32)
+    words = cute.recast_tensor(slope, Int32) if const_expr(is_rounded) else fragments.by_row(slope)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = delta[None, group].load()
         for r in cutlass.range_constexpr(fragments.ROWS):
-            factors = primitives.widen(words[fragments.ROWS * group + r], slope.element_type)
+            if const_expr(is_rounded):
+                factors = primitives.widen(words[fragments.ROWS * group + r], slope.element_type)
+            else:
+                factors = [words[r, 2 * group + i] for i in range(2)]
             for i in cutlass.range_constexpr(2):
                 at = (r, 2 * group + i)
                 by_key[at] = factors[i] * (by_key[at] - pair[i])

@@ -6,6 +6,7 @@ Tiles, stages, registers. Each row carries the measurement behind it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jax_fa.spec.key import KernelKey
 
@@ -26,8 +27,8 @@ class HopperBackward:
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         overlaps_dp: dP is computed beside S; else once P has taken the room of S.
         looks_ahead: the bias, if any, is loaded during the products of the step before.
-        stages_dq: dQ goes through shared memory, to be added by TMA; else from registers, as in
-            deterministic runs, where the next key block would wait for TMA.
+        stages_dq: when dQ goes through shared memory, to be added by TMA; else from registers.
+            "turns" is in deterministic runs alone.
         issues_dv_early: dV is issued before dS is handed over, to run while consumers wait for each
             other; else behind dQ, to run while that is reduced.
         loads_statistics: lse2 and delta of a thread's queries are loaded before it waits for S and
@@ -43,7 +44,7 @@ class HopperBackward:
     producer_registers: int = 24
     overlaps_dp: bool = True
     looks_ahead: bool = False
-    stages_dq: bool = False
+    stages_dq: Literal["never", "turns", "always"] = "never"
     issues_dv_early: bool = False
     loads_statistics: bool = False
 
@@ -72,6 +73,7 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
             block_q,
             overlaps_dp=not key.has_soft_cap,
             looks_ahead=key.has_bias,
+            stages_dq="turns",
             issues_dv_early=True,
         )
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
@@ -81,11 +83,14 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
     splits_keys, is_general = key.head_dim + key.value_dim <= 256, key.mask == "general"
     # Of a general mask, D = 128 spills 40 bytes with dQ staged, 104 with statistics loaded early.
     has_room = key.head_dim in (96, 192) or not is_general
+    stages_dq: Literal["never", "turns", "always"] = "never"
+    if splits_keys and not (key.head_dim == 128 and key.has_bias):
+        stages_dq = "always" if has_room else "turns"
     return HopperBackward(
         block_q=64,
         splits_keys=splits_keys,
         overlaps_dp=not (key.has_soft_cap or key.has_bias),
-        stages_dq=splits_keys and has_room,
+        stages_dq=stages_dq,
         issues_dv_early=key.head_dim == 128 and has_room,
         loads_statistics=has_room,
     )

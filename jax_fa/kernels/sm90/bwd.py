@@ -4,7 +4,7 @@
     main   load        k  v  q(n)  do(n)  q(n-1)  do(n-1) ...
            consume i   S dP(n)  P dS |barrier| dQ dV dK(n)  dQ sums += | S dP(n-1)  P dS | ...
            consume j   the same for 64 other keys
-           hold_dq_semaphore  in a deterministic run, orders the additions to the sums
+           hold_dq_semaphore  in a deterministic run, orders the additions to the sums, or adds
     finish             dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv      (backward_rows.py)
 
 The method is FlashAttention's (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608); roles, edges
@@ -56,7 +56,7 @@ def kernel(
 
     p_elements = 0 if config.splits_keys else cute.cosize(layouts.ds)
     dq_layout = cute.make_layout((FLOATS, variant.dq_fours, config.num_consumers))
-    dq_elements = cute.cosize(dq_layout) if config.stages_dq else 0
+    dq_elements = cute.cosize(dq_layout) if config.stages_dq != "never" else 0
 
     @cute.struct
     class Storage:
@@ -96,7 +96,7 @@ def kernel(
         p=primitives.smem_tensor(storage.ds if config.splits_keys else storage.p, layouts.ds),
         lse2=storage.lse2.get_tensor(cute.make_layout((config.block_q, config.q_stages))),
         delta=storage.delta.get_tensor(cute.make_layout((config.block_q, config.dout_stages))),
-        dq=storage.dq.get_tensor(dq_layout) if config.stages_dq else None,
+        dq=storage.dq.get_tensor(dq_layout) if dq_elements else None,
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     if const_expr(variant.is_general):

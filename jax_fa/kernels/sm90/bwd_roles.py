@@ -150,7 +150,10 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
             k_full.release()
         store(variant, x, c, work)
         tile = tile_at(variant, x, tile.slot + 1)
-    if const_expr(variant.config.stages_dq):
+    if const_expr(variant.config.stages_dq != "never"):
+        if x.scalars.deterministic != 0:
+            meet(variant, "dq_free")
+    if const_expr(variant.config.stages_dq == "always"):
         # HAZARD: the CTA may not end, and its shared memory go, before all of it has been added.
         cute.arch.cp_async_bulk_wait_group(0)
 
@@ -171,8 +174,19 @@ def zero_fill(variant: cutlass.Constexpr, c: BackwardConsumer, tile: cute.Tensor
         words[i // columns, i % columns] = Int32(0)
     # HAZARD: these writes go through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
-    barrier = variant.plan.barrier("zero_filled")
+    meet(variant, "zero_filled")
+
+
+def meet(variant: BackwardVariant, name: str) -> None:
+    """Arrives at a named barrier of the plan, and waits there for the others."""
+    barrier = variant.plan.barrier(name)
     cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
+
+
+def arrive(variant: BackwardVariant, name: str) -> None:
+    """Arrives at a named barrier of the plan, and goes on."""
+    barrier = variant.plan.barrier(name)
+    cute.arch.barrier_arrive(barrier_id=barrier.index, number_of_threads=barrier.threads)
 
 
 class Stepped(NamedTuple):
@@ -223,31 +237,33 @@ def step(
     if hides | work.is_partial:
         mask_block(variant, x, c, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
-    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
-    if const_expr(not waits_for_s):
-        delta = statistic(variant, c, x.smem.delta[None, dout_full.index])
-    exponentiate(variant, c.s, lse2, x.scalars.score_log2, p, slope)
+    slope = c.s if const_expr(variant.keeps_p) else cute.make_rmem_tensor_like(p)
+    powers = c.s if const_expr(variant.keeps_p) else p
+    exponentiate(variant, c.s, lse2, x.scalars.score_log2, powers, slope)
     if const_expr(variant.key.has_bias):
         fragment_bias_columns.to_slopes(variant, x, c, p, slope)
     if const_expr(waits_for_s):
         # P and slope take the room of S; there is none for dP beside that.
         dout_full = dout.wait_and_advance()
         start_dp(variant, x, c, dout_full, used, dp)
-        delta = statistic(variant, c, x.smem.delta[None, dout_full.index])
+    delta = statistic(variant, c, x.smem.delta[None, dout_full.index])
     if const_expr(not variant.config.splits_keys):
+        if const_expr(variant.keeps_p):
+            primitives.narrow(c.s, p)
         cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, at.parity])
     warpgroup.wait_group(0)
     differentiate(delta, slope, dp)
     primitives.narrow(dp, ds)
     cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, at.parity])
+    if const_expr(variant.config.splits_keys and variant.keeps_p):
+        primitives.narrow(c.s, p)
     early_dv = variant.config.issues_dv_early and not deterministic
     if const_expr(early_dv):
         dout_rows = c.dout_rows[None, None, None, dout_full.index]
         fragments.multiply(c.dv_mma, c.dv, as_operand(variant, c.dv_mma, p), dout_rows, True)
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
-    barrier = variant.plan.barrier("ds")
-    cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
+    meet(variant, "ds")
 
     dq = c.dq_mma.make_fragment_C(c.dq_mma.partition_shape_C(variant.dq_shape))
     fragments.multiply(c.dq_mma, dq, c.ds[None, None, None, at.parity], c.k_rows, False)
@@ -344,24 +360,46 @@ def to_logits(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsume
 def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
     """Acquires the dQ semaphore for the consumers and releases it after them. One warp.
 
-    In a deterministic run only: Note [Turns] in ``backward_work.py``. A second warp, which released
-    it while the first acquired the next one, made it no faster.
+    In a deterministic run only: Note [Turns] in ``backward_work.py``. Where consumers leave dQ in
+    shared memory, this warp reduces it, and they go on; else they do, and all wait. A second warp,
+    which released the semaphore while the first acquired the next one, made it no faster.
     """
-    plan = variant.plan
-    acquired, reduced = plan.barrier("dq_acquired"), plan.barrier("dq_reduced")
+    is_staged = const_expr(variant.config.stages_dq != "never")
+    if const_expr(is_staged):
+        arrive(variant, "dq_free")
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
         at = first_step(work, Int32(0))
         for _ in cutlass.range(work.num_steps, unroll=1):
             await_turn(variant, x, work, at, 1)
-            cute.arch.barrier_arrive(barrier_id=acquired.index, number_of_threads=acquired.threads)
-            cute.arch.barrier(barrier_id=reduced.index, number_of_threads=reduced.threads)
-            # HAZARD: every addition of the consumers must be visible before the next key block
-            # acquires. They added before the barrier, hence before this release.
+            if const_expr(is_staged):
+                meet(variant, "dq_staged")
+                reduce_staged(variant, x, work, at)
+            else:
+                arrive(variant, "dq_acquired")
+                meet(variant, "dq_reduced")
+            # HAZARD: every addition must be visible before the next key block acquires. The
+            # consumers added before the barrier, hence before this release.
             pass_turn(variant, x, work, at)
             at = next_step(variant, x, work, at)
         tile = tile_at(variant, x, tile.slot + 1)
+
+
+@cute.jit
+def reduce_staged(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: Step):
+    """Adds the dQ of all consumers, from shared memory, and returns once that is done. One warp."""
+    place = place_of_dq(variant, work, at)
+    size_bytes = variant.dq_fours * variant.config.num_consumers * backward_rows.VECTOR_BYTES
+    target = x.scratch.dq_sum[None, place, at.head].iterator
+    bulk_add(x.smem.dq.iterator, target, size_bytes)
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    # HAZARD: one lane issued the addition and waits for it; the others must wait for that lane.
+    cute.arch.sync_warp()
+    arrive(variant, "dq_free")
+    cute.arch.cp_async_bulk_wait_group(0)
+    cute.arch.sync_warp()
 
 
 class PartOfDq(NamedTuple):
@@ -372,10 +410,10 @@ class PartOfDq(NamedTuple):
     values: cute.Tensor  # accumulator
 
 
-def place_of_dq(variant: BackwardVariant, c: BackwardConsumer, part: PartOfDq) -> Int32:
-    """Where a part begins in ``Scratch.dq_sum``, in fours."""
-    row = part.work.scratch_row + part.at.q_block * variant.config.block_q
-    return row * (variant.key.head_dim // backward_rows.FLOATS) + c.index * variant.dq_fours
+def place_of_dq(variant: BackwardVariant, work: Work, at: Step) -> Int32:
+    """Where a query block begins in ``Scratch.dq_sum``, in fours."""
+    row = work.scratch_row + at.q_block * variant.config.block_q
+    return row * (variant.key.head_dim // backward_rows.FLOATS)
 
 
 @cute.jit
@@ -387,13 +425,18 @@ def reduce_dq(
     part: PartOfDq,
 ):
     """Adds this consumer's part of dQ to the sums, in a deterministic run in its turn."""
-    if const_expr(deterministic):
-        acquired, reduced = (variant.plan.barrier(name) for name in ("dq_acquired", "dq_reduced"))
-        cute.arch.barrier(barrier_id=acquired.index, number_of_threads=acquired.threads)
+    stages = variant.config.stages_dq
+    if const_expr(deterministic and stages == "never"):
+        meet(variant, "dq_acquired")
         add_dq(variant, x, c, part)
-        cute.arch.barrier_arrive(barrier_id=reduced.index, number_of_threads=reduced.threads)
-    elif const_expr(variant.config.stages_dq):
-        stage_dq(variant, x, c, part)
+        arrive(variant, "dq_reduced")
+    elif const_expr(deterministic):
+        # HAZARD: the part of the step before must have been read before this one takes its place.
+        meet(variant, "dq_free")
+        stage_dq(variant, x, c, part.values)
+        arrive(variant, "dq_staged")
+    elif const_expr(stages == "always"):
+        add_staged(variant, x, c, part)
     else:
         add_dq(variant, x, c, part)
 
@@ -401,38 +444,45 @@ def reduce_dq(
 @cute.jit
 def add_dq(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, part: PartOfDq):
     """Adds a part of dQ from registers, four floats at a time."""
-    dq = part.values
-    fours = cute.size(dq) // backward_rows.FLOATS
+    fours = cute.size(part.values) // backward_rows.FLOATS
     own = backward_rows.fours_of(variant, fours, c.thread)
-    place = place_of_dq(variant, c, part) + own.first
+    place = place_of_dq(variant, part.work, part.at) + c.index * variant.dq_fours + own.first
     first = backward_rows.address_of(x.scratch.dq_sum[None, place, part.at.head])
     for i in cutlass.range_constexpr(fours):
-        values = [dq[backward_rows.FLOATS * i + j] for j in range(backward_rows.FLOATS)]
+        values = [part.values[backward_rows.FLOATS * i + j] for j in range(backward_rows.FLOATS)]
         offset = i * own.step * backward_rows.VECTOR_BYTES
         bwd_instructions.add_to_global(first + offset, values)
 
 
 @cute.jit
-def stage_dq(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, part: PartOfDq):
-    """``add_dq`` through shared memory: each warp leaves its part there, and TMA adds it."""
-    dq = part.values
-    fours = cute.size(dq) // backward_rows.FLOATS
-    of_warp = cute.arch.make_warp_uniform(c.thread // edges.WARP) * (fours * edges.WARP)
-    sPart = cute.domain_offset((0, of_warp), x.smem.dq[None, None, c.index])
-    # HAZARD: the part of the step before must have been read before this one takes its place.
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.sync_warp()
+def stage_dq(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, acc: cute.Tensor):
+    """Writes a part of dQ to shared memory, in the order of the sums, for TMA to read."""
+    fours = cute.size(acc) // backward_rows.FLOATS
+    own = backward_rows.fours_of(variant, fours, c.thread)
+    sPart = cute.domain_offset((0, own.first), x.smem.dq[None, None, c.index])
     for i in cutlass.range_constexpr(fours):
         four = cute.make_rmem_tensor((backward_rows.FLOATS,), Float32)
         for j in cutlass.range_constexpr(backward_rows.FLOATS):
-            four[j] = dq[backward_rows.FLOATS * i + j]
-        cute.autovec_copy(four, sPart[None, i * edges.WARP + c.thread % edges.WARP])
+            four[j] = acc[backward_rows.FLOATS * i + j]
+        cute.autovec_copy(four, sPart[None, i * own.step])
     # HAZARD: these stores went through the generic proxy, the addition reads through the async one.
     cute.arch.fence_view_async_shared()
+
+
+@cute.jit
+def add_staged(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, part: PartOfDq):
+    """``add_dq`` through shared memory: each warp leaves its part there, and TMA adds it."""
+    size = cute.size(part.values) // backward_rows.FLOATS * edges.WARP
+    of_warp = cute.arch.make_warp_uniform(c.thread // edges.WARP) * size
+    # HAZARD: the part of the step before must have been read before this one takes its place.
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
-    place = place_of_dq(variant, c, part) + of_warp
-    size_bytes = fours * edges.WARP * backward_rows.VECTOR_BYTES
-    bulk_add(sPart.iterator, x.scratch.dq_sum[None, place, part.at.head].iterator, size_bytes)
+    stage_dq(variant, x, c, part.values)
+    cute.arch.sync_warp()
+    place = place_of_dq(variant, part.work, part.at) + c.index * variant.dq_fours + of_warp
+    source = cute.domain_offset((0, of_warp), x.smem.dq[None, None, c.index]).iterator
+    target = x.scratch.dq_sum[None, place, part.at.head].iterator
+    bulk_add(source, target, size * backward_rows.VECTOR_BYTES)
     cute.arch.cp_async_bulk_commit_group()
 
 

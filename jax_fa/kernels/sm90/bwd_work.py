@@ -47,7 +47,12 @@ class BackwardVariant(NamedTuple):
     @property
     def dq_order(self) -> str:
         """Order of the sums of dQ (``backward_rows``)."""
-        return "warps" if self.config.stages_dq else "fragments"
+        return "warps" if self.config.stages_dq == "always" else "fragments"
+
+    @property
+    def keeps_p(self) -> bool:
+        """P stays in float32, in the registers of S, until dS is computed."""
+        return not self.may_cap
 
     @property
     def dq_shape(self) -> DqShape:

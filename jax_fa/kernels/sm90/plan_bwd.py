@@ -44,6 +44,7 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
     ds_bytes = config.block_q * config.block_kv * ELEMENT_BYTES
     q_stages, dout_stages = config.q_stages, config.dout_stages
     q, dout = q_bytes + stat_bytes, dout_bytes + stat_bytes
+    dq_bytes = config.block_q * key.head_dim * SUM_BYTES if config.stages_dq != "never" else 0
     plan = Plan(
         roles=(
             Role("load", range(0, 4), config.producer_registers),
@@ -62,18 +63,29 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
             Buffer("dout", dout_bytes * dout_stages),
             Buffer("ds", ds_bytes * DS_STAGES),
             Buffer("p", 0 if config.splits_keys else ds_bytes * DS_STAGES),
-            Buffer("dq", config.block_q * key.head_dim * SUM_BYTES if config.stages_dq else 0),
+            Buffer("dq", dq_bytes),
             Buffer("lse2", stat_bytes * q_stages),
             Buffer("delta", stat_bytes * dout_stages),
         ),
         barriers=(
             NamedBarrier("ds", 1, consumers * WARPGROUP, "dS of all keys in smem"),
             NamedBarrier("zero_filled", 2, consumers * WARPGROUP, "absent rows of a tile are zero"),
-            NamedBarrier(
-                "dq_acquired", 3, consumers * WARPGROUP + WARP, "the dQ semaphore is held"
-            ),
-            NamedBarrier("dq_reduced", 4, consumers * WARPGROUP + WARP, "dQ has been reduced"),
+            *turn_barriers(config),
         ),
     )
     check(plan)
     return plan
+
+
+def turn_barriers(config: HopperBackward) -> tuple[NamedBarrier, ...]:
+    """Where consumers meet the warp that holds the dQ semaphore, in a deterministic run."""
+    threads = config.num_consumers * WARPGROUP + WARP
+    if config.stages_dq == "never":
+        return (
+            NamedBarrier("dq_acquired", 3, threads, "the dQ semaphore is held"),
+            NamedBarrier("dq_reduced", 4, threads, "dQ has been reduced"),
+        )
+    return (
+        NamedBarrier("dq_free", 3, threads, "TMA has read the dQ of the step before"),
+        NamedBarrier("dq_staged", 4, threads, "dQ of all consumers in smem"),
+    )
