@@ -88,6 +88,20 @@ Names ResultsOf() {
   return NamesOf<Params>([](auto& params, auto&& collect) { Params::Results(params, collect); });
 }
 
+// Without those that calls may lack.
+template <typename Params>
+Names LeastResultsOf() {
+  Names names = ResultsOf<Params>();
+  names.resize(Params::kNumResults - Params::kNumAddedResults);
+  return names;
+}
+
+template <typename Params>
+Names AddedResultsOf() {
+  const Names names = ResultsOf<Params>();
+  return {names.end() - Params::kNumAddedResults, names.end()};
+}
+
 template <typename Params>
 Names ScratchOf() {
   return NamesOf<Params>([](auto& params, auto&& collect) { Params::Scratch(params, collect); });
@@ -108,11 +122,20 @@ class Reader {
       Complain("takes " + std::to_string(Params::kNumOperands) + " operands (" +
                Join(OperandsOf<Params>()) + "), but got " + std::to_string(args_.size()));
     }
-    constexpr size_t least = Params::kNumResults, most = least + Params::kNumScratch;
-    const bool takes_scratch = platform == Platform::kCuda && most > least;
-    if (takes_scratch && rets_.size() == most) return true;
-    if (rets_.size() == least && (!takes_scratch || Params::kMayLackScratch)) return false;
-    std::string expected = std::to_string(least) + " results (" + Join(ResultsOf<Params>()) + ")";
+    constexpr size_t most = Params::kNumResults, least = most - Params::kNumAddedResults;
+    static_assert(!Params::kNumAddedResults || !Params::kMayLackScratch, "numbers are ambiguous");
+    const bool takes_scratch = platform == Platform::kCuda && Params::kNumScratch > 0;
+    const bool takes_added = platform == Platform::kCuda && most > least;
+    for (num_results_ = least; num_results_ <= (takes_added ? most : least); ++num_results_) {
+      if (takes_scratch && rets_.size() == num_results_ + Params::kNumScratch) return true;
+      if (takes_scratch && !Params::kMayLackScratch) continue;
+      if (rets_.size() == num_results_) return false;
+    }
+    std::string expected =
+        std::to_string(least) + " results (" + Join(LeastResultsOf<Params>()) + ")";
+    if (takes_added) {
+      expected += " or " + std::to_string(most) + " (also " + Join(AddedResultsOf<Params>()) + ")";
+    }
     if (takes_scratch) {
       expected += std::string(Params::kMayLackScratch ? ", or these and" : " and") +
                   " as scratch " + std::to_string(Params::kNumScratch) + " more (" +
@@ -152,9 +175,11 @@ class Reader {
     const Shape shape(buffer->dimensions().begin(), buffer->dimensions().end());
     return shape == Shape{0} ? Shape{} : shape;  // of an empty problem it may have extents of 0
   }
-  // An extent of a result; 0 if it has no such dimension.
-  int64_t PeekExtent(size_t index, size_t dimension) const {
-    auto buffer = rets_.get<ffi::AnyBuffer>(index);
+  // Of results, how many are asked for; scratch is behind them.
+  size_t num_results() const { return num_results_; }
+  // An extent of the first array of scratch; 0 if it has no such dimension.
+  int64_t PeekScratchExtent(size_t dimension) const {
+    auto buffer = rets_.get<ffi::AnyBuffer>(num_results_);
     const bool has_rank = buffer.has_value() && (*buffer)->dimensions().size() > dimension;
     return has_rank ? (*buffer)->dimensions()[dimension] : 0;
   }
@@ -220,6 +245,7 @@ class Reader {
   ffi::DataType element_ = ffi::DataType::INVALID;
   Extents extents_{};
   bool bias_is_float32_ = false;
+  size_t num_results_ = 0;
   size_t next_ = 0;
   bool reading_results_ = false;
   std::string error_;
@@ -301,7 +327,7 @@ void ReadExtents(Reader& reader, Problem* p) {
 // What only scratch tells. Of a forward: in how many parts the keys are.
 void ReadScratchExtents(Reader& reader, FwdParams* params) {
   Problem& p = params->problem;
-  p.num_splits = reader.PeekExtent(FwdParams::kNumResults, 0);
+  p.num_splits = reader.PeekScratchExtent(0);
   if (p.num_splits < 2 || p.num_splits > kMaxSplits) {
     reader.Complain("out_parts should have 2 to " + std::to_string(kMaxSplits) +
                     " parts, but has " + std::to_string(p.num_splits));
@@ -312,7 +338,7 @@ void ReadScratchExtents(Reader& reader, FwdParams* params) {
 // Of a backward: the columns of dq_sum, its first array.
 void ReadScratchExtents(Reader& reader, BwdParams* params) {
   Problem& p = params->problem;
-  p.dq_dim = reader.PeekExtent(BwdParams::kNumResults, arrays::dq_sum.rank - 1);
+  p.dq_dim = reader.PeekScratchExtent(arrays::dq_sum.rank - 1);
   if (p.dq_dim < p.head_dim) {
     reader.Complain("dq_sum should have at least the " + std::to_string(p.head_dim) +
                     " columns of q, but has " + std::to_string(p.dq_dim));
@@ -343,7 +369,13 @@ ffi::ErrorOr<Params> Read(const ffi::RemainingArgs& args, const ffi::RemainingRe
   const auto next = [&reader](const Array& array, auto*& pointer) { reader.Next(array, &pointer); };
   Params::Operands(params, next);
   reader.ReadResults();
-  Params::Results(params, next);
+  size_t num_read = 0;
+  Params::Results(params, [&](const Array& array, auto*& pointer) {
+    if (num_read++ < reader.num_results()) next(array, pointer);
+  });
+  if constexpr (std::is_same_v<Params, BwdParams>) {
+    params.problem.gives_dbias = params.dbias != nullptr;
+  }
   if (has_scratch) ReadScratchExtents(reader, &params);
   if (has_scratch && reader.ok()) Params::Scratch(params, next);
   if (reader.ok()) reader.Complain(CheckArrays(params));

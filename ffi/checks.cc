@@ -258,6 +258,12 @@ Complaint CheckArrays(const BwdParams& params) {
   if ((params.dsinks == nullptr) != (params.extras.sinks == nullptr)) {
     return "dsinks should be asked for if and only if sinks is given";
   }
+  const Problem& p = params.problem;
+  const bool is_whole = p.bias_batch == p.batch && p.bias_heads == p.num_q_heads &&
+                        p.bias_rows == p.q_len && p.bias_keys == p.kv_len;
+  if (params.dbias != nullptr && !(is_whole && params.extras.bias != nullptr)) {
+    return "dbias should be asked of a backward only where the bias is broadcast along nothing";
+  }
   return std::nullopt;
 }
 

@@ -126,10 +126,42 @@ void NumbersOfArraysAreCounted() {
   }
   Call backward(true, {});
   Refuses(kBackwardCuda, backward,
-          "gives 4 results (dq, dk, dv, dsinks) and as scratch 4 more (dq_sum, row_stats, "
-          "dkv_sums, turns), but 4 are asked for");
-  backward.ffi.results.resize(8, backward.Array(kF32, {1}));
-  Refuses(kBackwardCpu, backward, "gives 4 results (dq, dk, dv, dsinks), but 8 are asked for");
+          "gives 4 results (dq, dk, dv, dsinks) or 5 (also dbias) and as scratch 4 more (dq_sum, "
+          "row_stats, dkv_sums, turns), but 4 are asked for");
+  for (int num_results : {5, 8, 9}) {
+    backward.ffi.results.resize(num_results, backward.Array(kF32, {1}));
+    Refuses(kBackwardCpu, backward,
+            "gives 4 results (dq, dk, dv, dsinks), but " + std::to_string(num_results) +
+                " are asked for");
+  }
+}
+
+// The gradient of a bias is one more result of a backward, before scratch.
+void ABackwardMayGiveTheGradientOfABias() {
+  const auto call = [](const std::vector<int64_t>& bias, const std::vector<int64_t>& dbias) {
+    Call made(true, {});
+    if (!bias.empty()) made.ffi.operands.back() = made.Array(kF32, bias);
+    made.ffi.results.push_back(made.Array(kF32, dbias));
+    made.ffi.results.push_back(made.Array(kF32, {2, 256, 8}));
+    made.ffi.results.push_back(made.Array(kF32, {2, 2, 256}));
+    made.ffi.results.push_back(made.Array(kF32, {0, 128}));
+    made.ffi.results.push_back(made.Array(kS32, {2, 0}));
+    return made;
+  };
+  const std::vector<int64_t> whole = {1, 2, 4, 4}, by_head = {1, 2, 1, 4};
+  Refuses(kBackwardCuda, call(whole, whole), "this build holds no GPU kernels");
+  Refuses(kBackwardCuda, call(whole, {0}), "this build holds no GPU kernels");
+  Refuses(kBackwardCuda, call(whole, by_head), "dbias should be F32[1, 2, 4, 4], but is F32[1, 2");
+  const char* const words = "dbias should be asked of a backward only where the bias is broadcast";
+  Refuses(kBackwardCuda, call(by_head, by_head), words);
+  Refuses(kBackwardCuda, call({}, whole),
+          "dbias should be F32[0, 0, 0, 0], but is F32[1, 2, 4, 4]");
+  Call unaligned = call(whole, whole);
+  unaligned.ffi.results[4].data = static_cast<char*>(unaligned.ffi.results[4].data) + 4;
+  Refuses(kBackwardCuda, unaligned, "an array starts at an address that is no multiple of 16");
+  Call small = call(whole, whole);
+  small.ffi.results[5].shape = {2, 128, 8};
+  Refuses(kBackwardCuda, small, "dq_sum should be F32[2, 256, 8], but is F32[2, 128, 8]");
 }
 
 void ScratchIsThatOfTheKernels() {
@@ -300,6 +332,7 @@ void EmptyProblemsReturnAtOnce() {
 
 int main() {
   jax_fa::NumbersOfArraysAreCounted();
+  jax_fa::ABackwardMayGiveTheGradientOfABias();
   jax_fa::ScratchIsThatOfTheKernels();
   jax_fa::ArraysOfWideAccessesAreAligned();
   jax_fa::ExtentsAreThoseThatKernelsDivideBy();

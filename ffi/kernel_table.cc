@@ -83,7 +83,10 @@ Lookup FindVariant(const char* operation, int32_t capability, std::string_view k
 std::optional<std::string> Mismatch(const Variant& variant, const Problem& p) {
   const Takes& takes = variant.takes;
   const Parts parts = p.num_splits > 1 ? Parts::kSeveral : Parts::kOne;
-  const Takes got{p.dtype, p.head_dim, p.value_dim, parts, p.bias_bytes > 0};
+  const Takes got{p.dtype, p.head_dim, p.value_dim, parts, p.bias_bytes > 0, p.gives_dbias};
+  if (got.gives_dbias && !takes.gives_dbias) {
+    return std::string(variant.object.name) + " does not give the gradient of a bias (dbias)";
+  }
   if (takes.dtype == got.dtype && Fits(got.head_dim, takes.head_dim) &&
       Fits(got.value_dim, takes.value_dim) &&
       (takes.parts == parts || takes.parts == Parts::kAny) && takes.has_bias == got.has_bias) {

@@ -29,6 +29,7 @@ struct Takes {
   int64_t value_dim;
   Parts parts;
   bool has_bias;
+  bool gives_dbias = false;  // a backward that may be asked for the gradient of the bias
 };
 
 struct Variant {

@@ -16,6 +16,8 @@ Object Named(const char* name) { return {name, nullptr, nullptr, nullptr, nullpt
 constexpr Takes kPlain{DType::kBF16, 128, 128, Parts::kOne, false};
 constexpr Takes kSplit{DType::kBF16, 128, 128, Parts::kSeveral, false};
 constexpr Takes kFew{DType::kBF16, 128, 128, Parts::kAny, false};
+constexpr Takes kReader{DType::kBF16, 128, 128, Parts::kOne, true};
+constexpr Takes kWriter{DType::kBF16, 128, 128, Parts::kOne, true, true};
 
 const Variant variants[] = {
     {kPlain, Named("fwd_sm90_bf16_d128_full")},
@@ -113,6 +115,13 @@ void AVariantTakesWhatItWasCompiledFor() {
   Check(Mismatch(variants[3], narrow).has_value(), "heads that are too large");
   problem.bias_bytes = 2;
   Check(Mismatch(variants[0], problem).has_value(), "a bias it does not read");
+  const Variant reader{kReader, Named("reader")}, writer{kWriter, Named("writer")};
+  Check(!Mismatch(reader, problem) && !Mismatch(writer, problem), "a bias without its gradient");
+  problem.gives_dbias = true;
+  Check(!Mismatch(writer, problem), "the gradient of a bias");
+  Check(Mismatch(reader, problem) == "reader does not give the gradient of a bias (dbias)",
+        "a gradient that it does not give");
+  problem.gives_dbias = false;
   problem.bias_bytes = 0;
   problem.dtype = DType::kF16;
   Check(Mismatch(variants[0], problem).has_value(), "an element type");

@@ -84,7 +84,10 @@ Params ReadParams(Fields& fields) {
   Params::Results(params, address);
   Params::Scratch(params, address);
   if constexpr (std::is_same_v<Params, FwdParams>) number("num_splits", p.num_splits);
-  if constexpr (std::is_same_v<Params, BwdParams>) number("dq_dim", p.dq_dim);
+  if constexpr (std::is_same_v<Params, BwdParams>) {
+    number("dq_dim", p.dq_dim);
+    p.gives_dbias = params.dbias != nullptr;
+  }
   fields.CheckAllRead();
   return params;
 }

@@ -15,7 +15,7 @@
 namespace jax_fa {
 
 // jax_fa/spec/schema.py: VERSION.
-inline constexpr int kVersion = 3;
+inline constexpr int kVersion = 4;
 
 enum class DType : int32_t { kF32, kBF16, kF16 };
 
@@ -53,6 +53,7 @@ struct Problem {
   int64_t bias_bytes;  // Bb: of an element: 4, or 2
   int64_t num_splits;  // forward only: parts of the keys; 0 or 1: not split
   int64_t dq_dim;  // backward only: D that the kernel is compiled for
+  bool gives_dbias;  // backward only: the gradient of the bias is a result, too
   float scale;
   float soft_cap;  // 0: none
   int32_t window_left;  // keys before the diagonal, or kUnbounded
@@ -226,12 +227,12 @@ inline constexpr Array dq{"dq", Element::kElement, false, true, 4, {B, T, N, D}}
 inline constexpr Array dk{"dk", Element::kElement, false, true, 4, {B, S, K, D}};
 inline constexpr Array dv{"dv", Element::kElement, false, true, 4, {B, S, K, Dv}};
 inline constexpr Array dsinks{"dsinks", Element::kFloat32, true, false, 2, {M, N}};
+inline constexpr Array dbias{"dbias", Element::kBias, true, true, 4, {Ba, Na, Ta, Sa}};
 inline constexpr Array dq_sum{"dq_sum", Element::kFloat32, false, true, 3, {N, R, Dq}};
 inline constexpr Array row_stats{"row_stats", Element::kFloat32, false, true, 3, {x2, N, R}};
 inline constexpr Array dkv_sums{"dkv_sums", Element::kFloat32, false, true, 2, {H, E}};
 inline constexpr Array turns{"turns", Element::kInt32, false, false, 2, {N, U}};
 inline constexpr Array delta{"delta", Element::kFloat32, false, false, 3, {B, T, N}};
-inline constexpr Array dbias{"dbias", Element::kBias, true, true, 4, {Ba, Na, Ta, Sa}};
 inline constexpr Array dbias_parts{"dbias_parts", Element::kFloat32, false, true, 5, {Z, Ba, Na, Ta, Sa}};
 }  // namespace arrays
 
@@ -264,6 +265,8 @@ struct FwdParams {
   // Of these at the end, older programs lack some.
   static constexpr size_t kNumAddedOperands = 3;
   static constexpr size_t kNumResults = 2;
+  // Of these at the end, calls on GPUs may lack some, and others have none.
+  static constexpr size_t kNumAddedResults = 0;
   static constexpr size_t kNumScratch = 2;
   static constexpr int32_t kNumParameters = 43;
 
@@ -369,9 +372,11 @@ struct BwdParams {
   static constexpr size_t kNumOperands = 18;
   // Of these at the end, older programs lack some.
   static constexpr size_t kNumAddedOperands = 3;
-  static constexpr size_t kNumResults = 4;
+  static constexpr size_t kNumResults = 5;
+  // Of these at the end, calls on GPUs may lack some, and others have none.
+  static constexpr size_t kNumAddedResults = 1;
   static constexpr size_t kNumScratch = 4;
-  static constexpr int32_t kNumParameters = 51;
+  static constexpr int32_t kNumParameters = 52;
 
   Problem problem;
   Extras extras;
@@ -386,6 +391,7 @@ struct BwdParams {
   void* dk;  // [B, S, K, D]
   void* dv;  // [B, S, K, Dv]
   float* dsinks;  // [M, N]
+  void* dbias;  // [Ba, Na, Ta, Sa]
   // Memory of GPU kernels that nobody reads afterwards, uninitialised; else null.
   struct {
     float* dq_sum;  // [N, R, Dq] dQ before scale and rounding, in the kernels' own order
@@ -423,6 +429,7 @@ struct BwdParams {
     visit(arrays::dk, self.dk);
     visit(arrays::dv, self.dv);
     visit(arrays::dsinks, self.dsinks);
+    visit(arrays::dbias, self.dbias);
   }
   // visit(array, pointer) for each, in call order.
   template <typename Self, typename Visit>
@@ -448,6 +455,7 @@ struct BwdParams {
     visit(static_cast<const void*>(self.dk));
     visit(static_cast<const void*>(self.dv));
     visit(static_cast<const void*>(self.dsinks));
+    visit(static_cast<const void*>(self.dbias));
     visit(static_cast<const void*>(self.scratch.dq_sum));
     visit(static_cast<const void*>(self.scratch.row_stats));
     visit(static_cast<const void*>(self.scratch.dkv_sums));
@@ -500,6 +508,8 @@ struct DbiasParams {
   // Of these at the end, older programs lack some.
   static constexpr size_t kNumAddedOperands = 0;
   static constexpr size_t kNumResults = 1;
+  // Of these at the end, calls on GPUs may lack some, and others have none.
+  static constexpr size_t kNumAddedResults = 0;
   static constexpr size_t kNumScratch = 1;
   static constexpr int32_t kNumParameters = 43;
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jax_fa.spec import schema
 from jax_fa.spec.abi import PARAMETERS
 from jax_fa.spec.arch import ARCHS, OPERATIONS, Operation, capability_number
 from jax_fa.spec.names import ENDINGS, kind_of
@@ -99,8 +100,10 @@ def _variants(rows: Sequence[Row]) -> str:
         name, key = row.variant.name, row.variant.key
         dims = f"{_DTYPES[key.dtype]}, {key.head_dim}, {key.value_dim}"
         parts = "kAny" if key.is_few else "kSeveral" if key.is_split else "kOne"
-        has_bias = str(key.has_bias).lower()
-        lines.append(f"    {{{{{dims}, Parts::{parts}, {has_bias}}},")
+        reader = row.variant.kernels, row.variant.operation
+        gives_dbias = key.has_bias and reader in schema.WRITERS_OF_DBIAS
+        flags = f"{key.has_bias}, {gives_dbias}".lower()
+        lines.append(f"    {{{{{dims}, Parts::{parts}, {flags}}},")
         functions = ", ".join(_object_functions(row))
         lines.append(f'     {{"{name}", {functions}, {name}_kernels, {len(row.kernels)}}},')
         lines.append(f'     "{row.ptx_sha256}"}},')

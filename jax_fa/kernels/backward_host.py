@@ -37,6 +37,7 @@ class BackwardCall(NamedTuple):
         dout: [B, T, N, Dv].
         dk: [B, S, K, D].
         dv: [B, S, K, Dv].
+        dbias: of the extents of the bias; null if it is not asked for.
         queries: B, T, N.
         keys: B, S, K.
         widths: D, Dv.
@@ -52,6 +53,7 @@ class BackwardCall(NamedTuple):
     dout: cute.Pointer
     dk: cute.Pointer
     dv: cute.Pointer
+    dbias: cute.Pointer
     queries: Extents
     keys: Extents
     widths: primitives.Widths
@@ -173,6 +175,7 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
         dk: cute.Pointer,
         dv: cute.Pointer,
         dsinks: cute.Pointer,
+        dbias: cute.Pointer,
         dq_sum: cute.Pointer,
         row_stats: cute.Pointer,
         dkv_sums: cute.Pointer,
@@ -282,6 +285,7 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
             dout=dout,
             dk=dk,
             dv=dv,
+            dbias=dbias,
             queries=queries,
             keys=keys,
             widths=widths,

@@ -80,6 +80,7 @@ class Scalars(NamedTuple):
     cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
     deterministic: Int32
     bias: Any  # bias.Bias, or None if the variant has none
+    dbias: Any = None  # pointer to its gradient, null if not asked for; None: not written
 
 
 class Work(NamedTuple):

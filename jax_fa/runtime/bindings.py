@@ -20,6 +20,7 @@ from jax import Array
 from jax_fa import _jax_fa
 from jax_fa.runtime import head_sizes, lowering
 from jax_fa.runtime.dispatch import Emulation, Forced, Kernel, Target, gpu_kernel
+from jax_fa.runtime.reference import wide
 from jax_fa.spec import ptx_archives, schema, scratch
 from jax_fa.spec.arch import Operation, arch_named, capability_number
 from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
@@ -152,12 +153,22 @@ def _attributes(semantics: Semantics, stem: str = "") -> dict[str, Any]:
     return {**values, "kernel": stem}
 
 
+def rows_of(saved: Saved) -> Rows:
+    """What a bias's gradient takes, of what a backward does."""
+    dtype = wide(saved.out.dtype)
+    products = saved.out.astype(dtype) * saved.dout.astype(dtype)
+    return Rows(saved.lse, saved.dout, jnp.sum(products, axis=-1) - saved.dlse)
+
+
 Struct = jax.ShapeDtypeStruct
 
 
-def results(operation: Operation, problem: Problem) -> dict[str, Struct]:
-    """The results of an operation, by name in call order; absent gradients have shape [0]."""
+def results(operation: Operation, problem: Problem, kernel: Kernel) -> dict[str, Struct]:
+    """The results of a call of ``kernel``, by name in call order; an absent dsinks is [0]."""
     extents = schema.extents(problem)
+    arrays = schema.OPERATIONS[operation].results
+    if operation == "bwd" and not kernel.gives_dbias:
+        arrays = tuple(array for array in arrays if array.name != "dbias")
     absent = () if problem.has_sinks else ("dsinks",)
     of_bias = "float32" if problem.bias_bytes == 4 else problem.dtype
     types = {"element": problem.dtype, "bias": of_bias}
@@ -166,7 +177,7 @@ def results(operation: Operation, problem: Problem) -> dict[str, Struct]:
             (0,) if array.name in absent else array.shape(extents),
             np.dtype(types.get(array.dtype, array.dtype)),
         )
-        for array in schema.OPERATIONS[operation].results
+        for array in arrays
     }
 
 
@@ -192,7 +203,7 @@ def _call(
     if saved is not None:
         saved = type(saved)(**head_sizes.padded(operation, saved._asdict(), heads))
     problem = Problem.of(operands, semantics)
-    given = results(operation, problem)
+    given = results(operation, problem, kernel)
     memory = scratch_of(operation, problem, kernel) if kernel.stem else {}
     call = jax.ffi.ffi_call(_TARGETS[operation], (*given.values(), *memory.values()))
     inputs = _inputs(operation, operands, saved)
@@ -207,9 +218,9 @@ def forward(kernel: Kernel, operands: Operands, semantics: Semantics) -> tuple[A
 
 
 def backward(kernel: Kernel, operands: Operands, semantics: Semantics, saved: Saved) -> Gradients:
-    """Calls the kernels of a backward."""
-    dq, dk, dv, dsinks = _call("bwd", kernel, operands, semantics, saved)
-    return Gradients(dq, dk, dv, None if operands.sinks is None else dsinks)
+    """Calls the kernels of a backward; with the bias's gradient if ``kernel`` gives it."""
+    dq, dk, dv, dsinks, *dbias = _call("bwd", kernel, operands, semantics, saved)
+    return Gradients(dq, dk, dv, None if operands.sinks is None else dsinks, *dbias)
 
 
 def bias_gradient(kernel: Kernel, operands: Operands, semantics: Semantics, rows: Rows) -> Array:

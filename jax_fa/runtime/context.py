@@ -390,15 +390,13 @@ def _backward(job: Job, residuals: _Residuals, cotangents: Result) -> tuple[Oper
             keys_here = _pick(visiting, pair.keys)
             part = _part(job, whole, _pick(rows, pair.rows), keys_here, sinks)
             saved, cotangent = _pick(results, pair.rows), _pick(dresults, pair.rows)
-            arguments = part, pair.semantics, saved, cotangent, job.implementation
-            grads = primitives.backward(*arguments)
+            grads = primitives.backward(part, pair.semantics, saved, cotangent, job.implementation)
             dsinks = _sum(dsinks, grads.sinks)
             for index in range(len(rows)):
                 dq[index] = _sum(dq[index], _given(pair.rows, index, grads.q, 0))
-            if part.bias is not None:
-                new = primitives.bias_gradient(*arguments)
+            if grads.bias is not None:
                 for index, chunk in enumerate(rows):
-                    own_rows = _given(pair.rows, index, new, 0)
+                    own_rows = _given(pair.rows, index, grads.bias, 0)
                     dbias[index] = _with_keys(
                         dbias[index], own_rows, keys_here.first, chunk.arrays["bias"]
                     )

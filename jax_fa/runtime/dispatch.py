@@ -79,11 +79,13 @@ class Kernel(NamedTuple):
         num_splits: parts into which a forward splits the keys.
         heads: (D, Dv) that it is compiled for, no smaller than those of the problem; None takes
             any.
+        gives_dbias: a backward's results have the gradient of the bias among them.
     """
 
     stem: str = ""
     num_splits: int = 1
     heads: tuple[int, int] | None = None
+    gives_dbias: bool = False
 
     def array_heads(self, own: tuple[int, int]) -> tuple[int, int]:
         """(D, Dv) that arrays have to have in place of ``own``: ``head_sizes`` adds zeros."""
@@ -198,7 +200,12 @@ def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel
         if not any(schema.unread(problem, _reader(arch, operation, key)) for arch in archs)
     ]
     kernels = [
-        Kernel(stem(key), variants.num_parts(problem, key), (key.head_dim, key.value_dim))
+        Kernel(
+            stem(key),
+            variants.num_parts(problem, key),
+            (key.head_dim, key.value_dim),
+            _give_dbias(problem, {_reader(arch, operation, key) for arch in archs}),
+        )
         for key in keys
     ]
     for kernel in kernels:
@@ -206,6 +213,11 @@ def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel
             return kernel
     whole = (kernel for key, kernel in zip(keys, kernels, strict=True) if not key.is_split)
     return next(whole, Kernel())
+
+
+def _give_dbias(problem: Problem, kernels: set[Reader]) -> bool:
+    """Whether all of the kernels that may run, and there are some, give the gradient of a bias."""
+    return problem.is_bias_whole and set() != kernels <= {*schema.WRITERS_OF_DBIAS}
 
 
 def _remedy(target: Target) -> str:

@@ -43,11 +43,13 @@ def backward(
     semantics: Semantics,
     saved: bindings.Saved,
 ) -> Gradients:
-    """Emulates the kernels of a backward."""
+    """Emulates the kernels of a backward; with the bias's gradient if ``kernel`` gives it."""
     call = Call("bwd", Problem.of(operands, semantics), settings, kernel)
     arrays = {name: x for name, x in operands._asdict().items() if x is not None}
     grads = _on_host(call, {**arrays, **saved._asdict()})
-    return Gradients(*grads)
+    return Gradients(
+        **{name.removeprefix("d"): x for name, x in zip(call.results, grads, strict=True)}
+    )
 
 
 def bias_gradient(
@@ -75,7 +77,7 @@ class Call(NamedTuple):
     @property
     def results(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The results that the kernels write for the caller, by name."""
-        written = bindings.results(self.operation, self.problem)
+        written = bindings.results(self.operation, self.problem, self.served_by)
         return {
             name: x for name, x in written.items() if name != "dsinks" or self.problem.has_sinks
         }

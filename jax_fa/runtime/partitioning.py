@@ -47,6 +47,7 @@ class Call(NamedTuple):
             tokens do not split beside a mask or a bias.
         kernel: which one, if it was chosen for these very shapes. Text has none: the part of a
             device may be served by another.
+        gives_dbias: a backward's results have the gradient of the bias among them.
     """
 
     operation: Operation
@@ -57,6 +58,7 @@ class Call(NamedTuple):
     broadcast: tuple[str, ...] = ()
     by_token: tuple[str, ...] | None = None
     kernel: Kernel | None = None
+    gives_dbias: bool = False
 
     @classmethod
     def on(
@@ -77,6 +79,7 @@ class Call(NamedTuple):
             broadcast=broadcast,
             by_token=by_token,
             kernel=kernel,
+            gives_dbias=kernel.gives_dbias,
         )
 
     @property
@@ -86,8 +89,11 @@ class Call(NamedTuple):
         if self.operation == "fwd":
             return Names(self.present, results, self.broadcast, self.by_token)
         saved = tuple(x.name for x in (schema.SAVED if self.operation == "bwd" else schema.ROWS))
-        absent = () if "sinks" in self.present else ("dsinks",)
-        written = tuple(x for x in results if x not in absent)
+        is_absent = {
+            "dsinks": "sinks" not in self.present,
+            "dbias": self.operation == "bwd" and not self.gives_dbias,
+        }
+        written = tuple(x for x in results if not is_absent.get(x))
         return Names((*self.present, *saved), written, self.broadcast, self.by_token)
 
     def text(self) -> str:
@@ -120,8 +126,13 @@ class Call(NamedTuple):
         if self.operation == "dbias":
             rows = bindings.Rows(*arrays[count:])
             return (bindings.bias_gradient(kernel, operands, self.semantics, rows),)
-        saved = bindings.Saved(*arrays[count:])
-        grads = bindings.backward(kernel, operands, self.semantics, saved)
+        saved, gives_dbias = bindings.Saved(*arrays[count:]), self.gives_dbias
+        own = kernel._replace(gives_dbias=gives_dbias and kernel.gives_dbias)
+        grads = bindings.backward(own, operands, self.semantics, saved)
+        if gives_dbias and not own.gives_dbias:  # lowered for other GPUs than these
+            alone = self._replace(operation="dbias", kernel=None, gives_dbias=False)
+            (dbias,) = alone.compute(*arrays[:count], *bindings.rows_of(saved))
+            grads = grads._replace(bias=dbias)
         return tuple(x for x in grads if x is not None)
 
     def bind(self, *arrays: Array) -> Sequence[Array]:

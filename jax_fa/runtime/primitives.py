@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
 
 from jax_fa.runtime import bindings, blockwise, emulation, sharding
@@ -67,7 +67,7 @@ def backward(
     cotangents: tuple[Array, Array],
     implementation: Forced = None,
 ) -> Gradients:
-    """Gradients of ``forward``.
+    """Gradients of ``forward``, of all operands that have one.
 
     Args:
         operands: those of the forward.
@@ -76,34 +76,27 @@ def backward(
         cotangents: (dout, dlse).
         implementation: forced implementation, or None.
     """
-    grads = backward_p.bind(
-        *aligned([*_flat(operands), *saved, *cotangents]),
-        names=operands.present,
-        semantics=semantics,
-        implementation=implementation,
-    )
-    return Gradients(*grads)
+    names, gives_dbias = operands.present, Problem.of(operands, semantics).is_bias_whole
+    of_call: dict[str, Any] = {
+        "names": names,
+        "semantics": semantics,
+        "implementation": implementation,
+    }
+    arrays = aligned([*_flat(operands), *saved, *cotangents])
+    grads = backward_p.bind(*arrays, gives_dbias=gives_dbias, **of_call)
+    found = dict(zip(_moving(names, gives_dbias), grads, strict=True))
+    if operands.bias is not None and not gives_dbias:
+        # A call of its own: XLA deletes it where nobody asks for this gradient.
+        rows = bindings.rows_of(bindings.Saved(*arrays[len(names) :]))
+        (found["bias"],) = bias_gradient_p.bind(*arrays[: len(names)], *rows, **of_call)
+    return Gradients(**found)
 
 
-def bias_gradient(
-    operands: Operands,
-    semantics: Semantics,
-    saved: tuple[Array, Array],
-    cotangents: tuple[Array, Array],
-    implementation: Forced = None,
-) -> Array:
-    """The gradient that ``backward`` leaves out, of ``operands.bias``; arguments as there."""
-    out, lse = saved
-    dout, dlse = cotangents
-    dtype = wide(out.dtype)
-    delta = jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1) - dlse
-    (dbias,) = bias_gradient_p.bind(
-        *aligned([*_flat(operands), lse, dout, delta]),
-        names=operands.present,
-        semantics=semantics,
-        implementation=implementation,
-    )
-    return dbias
+def _moving(names: tuple[str, ...], gives_dbias: bool) -> tuple[str, ...]:
+    """The operands whose gradients a backward gives, among those of ``names``."""
+    left_out = () if gives_dbias else ("bias",)
+    moving = (x.name for x in schema.OPERANDS if x.is_differentiable)
+    return tuple(name for name in moving if name in names and name not in left_out)
 
 
 def aligned(arrays: list[Array]) -> list[Array]:
@@ -163,10 +156,12 @@ def _forward_abstract(*arrays: Any, names: tuple[str, ...], **params: Any) -> li
     ]
 
 
-def _backward_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
+def _backward_abstract(
+    *arrays: Any, names: tuple[str, ...], gives_dbias: bool, **_: Any
+) -> list[Any]:
     operands, _rest = _split(names, arrays)
-    sources = (operands.q, operands.k, operands.v, operands.sinks)
-    return [x.update(weak_type=False) for x in sources if x is not None]
+    sources = (getattr(operands, name) for name in _moving(names, gives_dbias))
+    return [x.update(weak_type=False) for x in sources]
 
 
 def _bias_gradient_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> list[Any]:
@@ -212,28 +207,32 @@ def _forward_on(
 
 
 def _backward_on(
-    platform: str, *arrays: Array, names: tuple[str, ...], **params: Any
+    platform: str, *arrays: Array, names: tuple[str, ...], gives_dbias: bool, **params: Any
 ) -> Sequence[Array]:
     semantics: Semantics = params["semantics"]
-    operands, (out, lse, dout, dlse) = _split(names, arrays)
+    operands, rest = _split(names, arrays)
+    saved = bindings.Saved(*rest)
     problem = Problem.of(operands, semantics)
     forced: Forced = params["implementation"]
     choice = choose(problem, bindings.target(platform, forced), forced, "bwd")
+    if gives_dbias and not choice.chosen.gives_dbias:
+        grads = _backward_on(platform, *arrays, names=names, gives_dbias=False, **params)
+        of_bias = (*_flat(operands), *bindings.rows_of(saved))
+        return *grads, *_bias_gradient_on(platform, *of_bias, names=names, **params)
     if choice.implementation == "xla":
         if choice.is_fallback:
             _warn_once(problem, platform, f"in the gradient, {choice.reason}")
-        return _flat(blockwise.backward(operands, semantics, out, lse, dout, dlse))
+        return _flat(blockwise.backward(operands, semantics, *saved))
 
     has_slot_in_front = choice.implementation != "cpu" and operands.is_packed
     if has_slot_in_front:
         operands = with_slot_in_front(operands)
-    grads: Sequence[Array]
+    kernel = choice.chosen._replace(gives_dbias=gives_dbias)
     if isinstance(forced, Emulation):
-        saved = bindings.Saved(out, lse, dout, dlse)
-        grads = _flat(emulation.backward(forced, choice.chosen, operands, semantics, saved))
+        grads = _flat(emulation.backward(forced, kernel, operands, semantics, saved))
     else:
-        call = Call.on("bwd", platform, operands, semantics, choice.chosen)
-        grads = call.bind(*_flat(operands), out, lse, dout, dlse)
+        call = Call.on("bwd", platform, operands, semantics, kernel)
+        grads = call.bind(*_flat(operands), *saved)
     if has_slot_in_front and operands.sinks is not None:
         return *grads[:3], grads[3][1:]
     return grads
@@ -394,19 +393,54 @@ def _batch(
 ) -> tuple[list[Array], list[int]]:
     fold, folded, rest, stacked, axis = _folded(arrays, dims, names)
     results = bind(*_flat(folded), *rest, names=folded.present, **params)
-    # Results in the place of the operands whose extents and shardings they have.
-    q, k, v, sinks = stacked.q, stacked.k, stacked.v, stacked.sinks
-    likes = (q, k, v, sinks) if rest else (q, q)
-    parted = [
-        fold.part(result, at, like.shape[1 + at])
-        for result, at, like in zip(results, (axis, axis, axis, 0), likes, strict=False)
-    ]
-    if rest:  # a gradient has the type of its operand
-        parted = [_resharded(x, _spec(like)) for x, like in zip(parted, likes, strict=False)]
-    else:
-        vmapped = _vmapped_axes([x for x in stacked if x is not None])
-        parted = [_resharded(x, PartitionSpec(vmapped, *_spec(x)[1:])) for x in parted]
+    parted = [fold.part(result, axis, stacked.q.shape[1 + axis]) for result in results]
+    vmapped = _vmapped_axes([x for x in stacked if x is not None])
+    parted = [_resharded(x, PartitionSpec(vmapped, *_spec(x)[1:])) for x in parted]
     return parted, [0] * len(parted)
+
+
+def _batch_backward(
+    bind: Any,
+    arrays: Sequence[Array],
+    dims: Sequence[int | None],
+    names: tuple[str, ...],
+    gives_dbias: bool,
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    if gives_dbias and dims[names.index("bias")] is None:
+        return _batch_with_shared_bias(bind, arrays, dims, names, **params)
+    fold, folded, rest, stacked, axis = _folded(arrays, dims, names)
+    results = bind(*_flat(folded), *rest, names=folded.present, gives_dbias=gives_dbias, **params)
+    if gives_dbias:
+        at = names.index("bias")
+        stacked = stacked._replace(bias=_to_front(arrays[at], dims[at], fold.size))
+    # Results have the extents and the types of their operands.
+    moving = _moving(names, gives_dbias)
+    likes = [getattr(stacked, name) for name in moving]
+    joined = [axis if schema.BY_NAME[name].is_per_token else 0 for name in moving]
+    parted = [
+        _resharded(fold.part(result, at, like.shape[1 + at]), _spec(like))
+        for result, at, like in zip(results, joined, likes, strict=True)
+    ]
+    return parted, [0] * len(parted)
+
+
+def _batch_with_shared_bias(
+    bind: Any,
+    arrays: Sequence[Array],
+    dims: Sequence[int | None],
+    names: tuple[str, ...],
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    """A backward, and as a call of its own the gradient of a bias that all problems have."""
+    grads, _ = _batch_backward(bind, arrays, dims, names, gives_dbias=False, **params)
+    count = len(names)
+    size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+    saved = [_to_front(x, d, size) for x, d in zip(arrays[count:], dims[count:], strict=True)]
+    rows = bindings.rows_of(bindings.Saved(*saved))
+    given, their_dims = (*arrays[:count], *rows), (*dims[:count], *(0 for _ in rows))
+    (dbias,), _ = _batch_bias_gradient(bias_gradient_p.bind, given, their_dims, names, **params)
+    return [*grads, dbias], [0] * (len(grads) + 1)
 
 
 def _batch_bias_gradient(
@@ -471,6 +505,20 @@ def no_further_derivative(*_: Any, **__: Any) -> NoReturn:
     )
 
 
+def _drop_unused_dbias(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
+    """The rule of dead code for a backward: where nobody asks for dbias, no kernel writes it.
+
+    ``given`` ends in the equation; since JAX 0.11 there is something before it.
+    """
+    equation = given[-1]
+    if not any(used):
+        return [False] * len(equation.invars), None
+    if equation.params["gives_dbias"] and not used[-1]:
+        params = {**equation.params, "gives_dbias": False}
+        equation = equation.replace(outvars=equation.outvars[:-1], params=params)
+    return [True] * len(equation.invars), equation
+
+
 def _make_primitive(name: str, abstract: Any, on_platform: Any, batch: Any = _batch) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -485,7 +533,8 @@ def _make_primitive(name: str, abstract: Any, on_platform: Any, batch: Any = _ba
 
 
 forward_p = _make_primitive("jax_fa_forward", _forward_abstract, _forward_on)
-backward_p = _make_primitive("jax_fa_backward", _backward_abstract, _backward_on)
+backward_p = _make_primitive("jax_fa_backward", _backward_abstract, _backward_on, _batch_backward)
+partial_eval.dce_rules[backward_p] = _drop_unused_dbias
 bias_gradient_p = _make_primitive(
     "jax_fa_bias_gradient", _bias_gradient_abstract, _bias_gradient_on, _batch_bias_gradient
 )

@@ -75,13 +75,7 @@ def _backward(
 ) -> tuple[Operands, None]:
     operands, out, lse = residuals
     grads = primitives.backward(operands, semantics, (out, lse), cotangents, implementation)
-    dbias = None
-    if operands.bias is not None:
-        # A call of its own: XLA deletes it where nobody asks for this gradient.
-        dbias = primitives.bias_gradient(
-            operands, semantics, (out, lse), cotangents, implementation
-        )
-    return Operands(grads.q, grads.k, grads.v, sinks=grads.sinks, bias=dbias), None
+    return Operands(grads.q, grads.k, grads.v, sinks=grads.sinks, bias=grads.bias), None
 
 
 _attention.defvjp(_forward, _backward)

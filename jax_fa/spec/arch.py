@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 
 Operation = Literal["fwd", "bwd", "dbias"]
 OPERATIONS: tuple[Operation, ...] = ("fwd", "bwd", "dbias")
-"""Forward; backward; the gradient of a bias, which the backward leaves out."""
+"""Forward; backward; the gradient of a bias, which most backwards leave out
+(``schema.WRITERS_OF_DBIAS``)."""
 
 Kind = Literal["fwd", "bwd", "bias", "few"]
 """Kernels that a family has together: forward; backward; with a bias, whatever the operation;

@@ -240,6 +240,13 @@ class Problem:
         return self.bias_bytes > 0
 
     @property
+    def is_bias_whole(self) -> bool:
+        """True if a bias has an element for each pair of a query and a key of each head."""
+        whole = (self.batch, self.num_q_heads, self.q_len, self.kv_len)
+        own = (self.bias_batch, self.bias_heads, self.bias_rows, self.bias_keys)
+        return self.has_bias and own == whole
+
+    @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.num_q_heads // self.num_kv_heads

@@ -31,7 +31,7 @@ from jax_fa.spec import arch
 from jax_fa.spec.band import OF_INTS, Extremes, ceil_div
 from jax_fa.spec.division import MAP_CELL, map_stripes
 
-VERSION = 3
+VERSION = 4
 """Of the compiled extension; raised whenever operands or attributes change. ``bindings.py`` refuses
 an extension that has another."""
 
@@ -176,7 +176,11 @@ ROWS = (LSE, _DOUT, Array("delta", "float32", "B T N", "rowsum(dout * out) - dls
 """What the gradient of a bias takes beside the operands."""
 
 GRADIENTS = tuple(array.gradient for array in OPERANDS if array.is_differentiable)
-"""The fields of ``problem.Gradients``, in order: those of a backward, then the bias's."""
+"""The fields of ``problem.Gradients``, in order: the results of a backward."""
+
+WRITERS_OF_DBIAS: tuple[Reader, ...] = (("sm90", "bwd"),)
+"""Kernels of a backward that give the gradient of a bias, too, where it is broadcast along nothing
+(``Problem.is_bias_whole``). All other gradients of biases are of the operation "dbias"."""
 
 
 def _sums(name: str, dims: str, note: str) -> Array:
@@ -210,6 +214,7 @@ class Operation(NamedTuple):
             results.
         may_lack_scratch: calls without any are valid.
         num_added: operands at the end that older programs lack.
+        num_added_results: results at the end that calls on a GPU may lack.
     """
 
     operands: tuple[Array, ...]
@@ -217,6 +222,7 @@ class Operation(NamedTuple):
     scratch: tuple[Array, ...]
     may_lack_scratch: bool
     num_added: int
+    num_added_results: int = 0
 
 
 def _added(operation: arch.Operation) -> tuple[Array, ...]:
@@ -236,10 +242,10 @@ OPERATIONS: dict[arch.Operation, Operation] = {
     ),
     "bwd": Operation(
         (*_FIRST_OPERANDS, *SAVED, *_added("bwd")),
-        tuple(array for array in GRADIENTS if array != _BIAS.gradient),
-        BACKWARD_SCRATCH,
+        *(GRADIENTS, BACKWARD_SCRATCH),
         may_lack_scratch=False,
         num_added=len(_added("bwd")),
+        num_added_results=len((_BIAS.gradient,)),
     ),
     "dbias": Operation(
         (*_FIRST_OPERANDS, *ROWS, *_added("dbias")),

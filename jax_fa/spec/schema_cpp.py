@@ -171,6 +171,7 @@ def _problem() -> str:
         fields.append((f"int64_t {extent.name};", note))
     fields.append(("int64_t num_splits;", "forward only: parts of the keys; 0 or 1: not split"))
     fields.append(("int64_t dq_dim;", "backward only: D that the kernel is compiled for"))
+    fields.append(("bool gives_dbias;", "backward only: the gradient of the bias is a result, too"))
     fields += [(f"{_KINDS[x.kind]} {x.name};", x.note) for x in schema.ATTRIBUTES]
     attributes = [
         f'visit("{x.name}", self.{x.name}, {str(x.is_required).lower()})' for x in schema.ATTRIBUTES
@@ -350,6 +351,8 @@ def _params(name: arch.Operation, operation: Operation) -> str:
             "  // Of these at the end, older programs lack some.",
             f"  static constexpr size_t kNumAddedOperands = {operation.num_added};",
             f"  static constexpr size_t kNumResults = {len(operation.results)};",
+            "  // Of these at the end, calls on GPUs may lack some, and others have none.",
+            f"  static constexpr size_t kNumAddedResults = {operation.num_added_results};",
             f"  static constexpr size_t kNumScratch = {len(operation.scratch)};",
             f"  static constexpr int32_t kNumParameters = {len(abi.PARAMETERS[name])};\n",
             "  Problem problem;",

@@ -7,6 +7,9 @@
            hold_dq_semaphore  in a deterministic run, orders the additions to the sums, or adds
     finish             dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv      (backward_rows.py)
 
+With a bias that is broadcast along nothing, consumers write dS to its gradient, too, which is
+cleared before main where blocks are not visited: ``bwd_dbias.py``.
+
 The method is FlashAttention's (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608); roles, edges
 and memory: ``plan_bwd.py``; conventions: ``jax_fa/spec/problem.py``.
 """
@@ -27,6 +30,7 @@ from jax_fa.kernels.backward_host import (
 )
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
+from jax_fa.kernels.sm90 import bwd_dbias
 from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore, load
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardContext,
@@ -128,6 +132,9 @@ def make_entry(key: KernelKey, config: HopperBackward) -> Callable:
 @cute.jit
 def launch(variant: cutlass.Constexpr, call: BackwardCall):
     """Describes the arrays to TMA and launches the main kernel."""
+    if const_expr(variant.key.has_bias):
+        call = call._replace(scalars=call.scalars._replace(dbias=call.dbias))
+        bwd_dbias.clear(call)
     tma, arrays = backward_arrays(variant, call, make_layouts(variant))
     order, num_ctas = backward_order(variant, call)
     kernel(variant, tma, arrays, call.scratch, call.scalars, order).launch(

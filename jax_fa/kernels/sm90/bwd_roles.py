@@ -38,7 +38,7 @@ from jax_fa.kernels.fragment_keys import (
     own_columns,
     store,
 )
-from jax_fa.kernels.sm90 import bwd_instructions
+from jax_fa.kernels.sm90 import bwd_dbias, bwd_instructions
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardConsumer,
     BackwardContext,
@@ -253,6 +253,7 @@ def step(
         cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, at.parity])
     warpgroup.wait_group(0)
     differentiate(delta, slope, dp)
+    bwd_dbias.store(variant, x, c, work, at, dp)
     primitives.narrow(dp, ds)
     cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, at.parity])
     if const_expr(variant.config.splits_keys and variant.keeps_p):
