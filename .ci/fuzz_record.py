@@ -22,6 +22,7 @@ OPTIONAL = (
     *("q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k", "q_segments", "kv_segments"),
     *("mask_words", "mask_map"),
 )
+RESULTS = ("dsinks", "dbias")
 BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dq_sum", "row_stats", "dkv_sums", "turns")
 
 
@@ -79,7 +80,7 @@ def problem(rng, variant):
 def add_fault(rng, call):
     """Changes one field to what no caller of ours would write."""
     name = rng.choice(
-        (*call, *EXTENTS, *EXTENTS, *OF_MASK, *OPTIONAL, "sinks", "dsinks", "mask_mod", "what")
+        (*call, *EXTENTS, *EXTENTS, *OF_MASK, *OPTIONAL, *RESULTS, "sinks", "mask_mod", "what")
     )
     values = (*INTS, *FLOATS, True, None, "", "x" * 5000, "a\0b", b"bytes", [1])
     if rng.random() < 0.1:

@@ -58,7 +58,9 @@ def arrays_of(problem, operation, num_splits):
     """The arrays of a call that may not be absent, a cotangent of the LSE, and the bias if any."""
     own, wanted = schema.OPERATIONS[operation], {"dlse"}
     if problem.has_bias:
-        wanted |= {"bias", "dbias"}
+        wanted |= {"bias"}
+    if operation == "dbias" or problem.is_bias_whole:
+        wanted |= {"dbias"}
     scratch = own.scratch if num_splits > 1 or not own.may_lack_scratch else ()
     given = (*own.operands, *own.results, *scratch)
     return [x.name for x in given if not x.is_optional or x.name in wanted]
@@ -136,6 +138,40 @@ def test_arrays_reach_the_kernels(variant):
     names = (*names, "bias") if variant.key.has_bias else names
     for name in names:
         assert ADDRESSES[name].to_bytes(8, "little") in params, name
+
+
+def record_whole(variant, **changes):
+    """Of a bias that is broadcast along nothing."""
+    p = problem_for(variant)
+    whole = {
+        "bias_batch": p.batch,
+        "bias_heads": p.num_q_heads,
+        "bias_rows": p.q_len,
+        "bias_keys": p.kv_len,
+    }
+    return record(variant, **whole, **changes)["launches"]
+
+
+@needs_kernels
+@each_variant
+def test_the_gradient_of_a_bias_reaches_backwards_that_give_it(variant):
+    if variant.operation != "bwd" or not variant.key.has_bias:
+        pytest.skip("no backward with a bias")
+    asked = {"dbias": ADDRESSES["dbias"]}
+    with pytest.raises(ValueError, match="only where the bias is broadcast along nothing"):
+        record(variant, **asked)
+    if (variant.kernels, "bwd") not in schema.WRITERS_OF_DBIAS:
+        with pytest.raises(ValueError, match=f"{variant.name} does not give the gradient of a bi"):
+            record_whole(variant, **asked)
+        return
+    unbounded = dict.fromkeys(("window_left", "window_right"), UNBOUNDED)
+    without, banded = record_whole(variant), record_whole(variant, **asked)
+    everything = record_whole(variant, **asked, **unbounded)
+    # What a band leaves out is cleared before.
+    assert (len(banded), len(everything)) == (len(without) + 1, len(without))
+    address = ADDRESSES["dbias"].to_bytes(8, "little")
+    for launches, is_there in ((without, False), (banded, True), (everything, True)):
+        assert (address in b"".join(x for y in launches for x in y["params"])) == is_there
 
 
 @needs_kernels

@@ -497,6 +497,7 @@ def test_the_text_of_a_call_says_everything():
     for call in (
         Call("fwd", "cpu", ("q", "k", "v"), Semantics(1.0)),
         Call("bwd", "cuda", ("q", "k", "v", "sinks"), semantics, may_share=False),
+        Call("bwd", "cuda", ("q", "k", "v", "bias"), semantics, gives_dbias=True),
     ):
         assert Call.of(call.text().encode()) == call
 

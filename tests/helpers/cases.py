@@ -603,6 +603,38 @@ CASES: tuple[Case, ...] = (
     _self("bias_and_mask", 150, bias=Bias(dims="TS"), dense=Dense("random", "NTS")),
     Case("bias_of_one_query", q_len=1, kv_len=1100, kv_heads=1, bias=Bias()),
     Case("bias_and_everything", bias=Bias("holes", "BNTS"), **_EVERYTHING),
+    # Biases with an element for each pair, whose gradient Hopper's backward writes.
+    Case("whole_bias_of_one_key", q_len=257, kv_len=1, bias=Bias()),
+    Case("whole_bias_of_one_pair", batch=2, q_len=1, kv_len=1, bias=Bias(dims="BN")),
+    Case("whole_bias_of_prime_sizes", 2, 101, 211, 3, 1, 32, bias=Bias(dims="BNTS")),
+    *(
+        _self(
+            f"whole_bias_causal_head_dim_{d}",
+            200,
+            heads=1,
+            kv_heads=1,
+            head_dim=d,
+            is_causal=True,
+            bias=Bias(is_float32=d != 96),
+        )
+        for d in (96, 128, 192, 256)
+    ),
+    _self("whole_bias_window", 330, window=(20, 10), bias=Bias(is_float32=True)),
+    Case(
+        "whole_bias_lengths",
+        *(3, 130, 270),
+        q_lengths=(0, 130, 7),
+        kv_lengths=(270, 100, 0),
+        bias=Bias(dims="BNTS"),
+        **_GQA,
+    ),
+    _self(
+        "whole_bias_segments",
+        330,
+        segments=(documents(130, 150, 50), documents(30, 200, -100)),
+        bias=Bias(),
+    ),
+    _self("whole_bias_mask", 330, bias=Bias("holes"), dense=Dense("blocks")),
     Case("bias_of_keys_and_everything", bias=Bias(dims="S", is_float32=True), **_EVERYTHING),
     # Everything at once, and rows that see nothing.
     Case("everything", value_dim=48, **_EVERYTHING),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.cases import Case, Dense, make
+from helpers.cases import Case, Dense, documents, make
 from helpers.oracle import ULP, Values, complaint, shown, visible
 from helpers.recording import build, needs_compiler, needs_dsl, prebuilt, record
 
@@ -201,6 +202,8 @@ def call(
         "bwd": {"dq": operands.q, "dk": operands.k, "dv": operands.v},
         "dbias": {"dbias": operands.bias},
     }[operation]
+    if operation == "bwd" and problem.is_bias_whole:
+        shapes["dbias"] = operands.bias
     rows = operands.q.shape[:3]
     results = {}
     for name, like in shapes.items():
@@ -224,7 +227,8 @@ def call(
     band = semantics.band
     values |= {"window_left": band.left_bound, "window_right": band.right_bound}
     values |= {"bottom_right": band.alignment == "bottom_right", "num_sms": 2}
-    values |= {"scale": semantics.scale, "soft_cap": semantics.soft_cap or 0.0, **fields}
+    values |= {"scale": semantics.scale, "soft_cap": semantics.soft_cap or 0.0}
+    values |= {"deterministic": semantics.deterministic, **fields}
     for launch in record(built, abi.PARAMETERS[operation], values):
         emulate(built.ptx, launch, memory, seed=seed, options=options)
     return results
@@ -263,6 +267,20 @@ CASES = (
     Biased(Case("parts", batch=6, q_len=70, kv_len=130, heads=3, kv_heads=1), "TS"),
     Biased(Case("part_of_heads", batch=7, q_len=70, kv_len=35, heads=2), "NTS", "float32"),
     Biased(Case("cap", soft_cap=2.0, window=(40, 3), **MANY), "NTS", hides=2),
+    Biased(Case("band", window=(10, 0), q_len=70, kv_len=133), dtype="float32"),
+    Biased(Case("band", window=(10, 0), q_len=70, kv_len=133, heads=1, kv_heads=1)),
+    Biased(Case("hidden_cap", soft_cap=2.0, **MANY), hides=2),
+    Biased(
+        Case(
+            "everything_whole",
+            q_lengths=(150, 77),
+            kv_lengths=(100, 270),
+            q_offset=5,
+            window=(90, 40),
+            dense=Dense("holes", "BNTS"),
+            **MANY,
+        ),
+    ),
     Biased(
         Case(
             "everything",
@@ -276,6 +294,11 @@ CASES = (
         "TS",
     ),
 )
+
+
+def in_order(given: Given) -> Given:
+    """The same, of a deterministic run."""
+    return given._replace(semantics=dataclasses.replace(given.semantics, deterministic=True))
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +322,37 @@ def test_kernels_are_right(kernels, operation, biased):
     check(call(kernels(operation), operation, given), given)
 
 
+WHOLE = [x for x in CASES if x.dims == "BNTS"]
+
+
+@pytest.mark.parametrize("biased", WHOLE, ids=str)
+def test_deterministic_runs_write_the_gradient_of_the_bias_too(kernels, biased):
+    """All bits are those of other runs: a pair is of one step."""
+    given, built = given_of(biased), kernels("bwd")
+    results = call(built, "bwd", in_order(given), seed=2)
+    check(results, given)
+    other = call(built, "bwd", given, seed=3)["dbias"]
+    np.testing.assert_array_equal(np.float32(results["dbias"]), np.float32(other))
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+def test_kernels_of_larger_heads_write_the_gradient_of_the_bias(kernels, head_dim):
+    value_dim = min(head_dim, 128) if head_dim == 192 else head_dim
+    key = dataclasses.replace(KEY, head_dim=head_dim, value_dim=value_dim)
+    sizes = {"q_len": 70, "kv_len": 133, "head_dim": head_dim, "value_dim": value_dim}
+    for dtype in (None, "float32"):
+        given = given_of(Biased(Case("larger", window=(10, 0), **sizes), dtype=dtype))
+        check(call(kernels("bwd", key), "bwd", given), given)
+
+
+def test_a_gradient_that_is_not_asked_for_is_not_written(kernels):
+    """A null pointer: the emulator lets nobody write there."""
+    given = given_of(Biased(Case("band", window=(10, 0), q_len=70, kv_len=133)))
+    results = call(kernels("bwd"), "bwd", given, dbias=0)
+    assert np.isnan(np.float32(results.pop("dbias"))).all()
+    check(results, given)
+
+
 # ------------------------------------------------------------------------------------ single faults
 
 SMALLER = {"batch": 2, "q_len": 150, "kv_len": 134, "heads": 2, "kv_heads": 1}
@@ -310,6 +364,11 @@ CAPPED = Biased(Case("capped", soft_cap=2.0, **SMALLER), hides=3)
 LEAST = Biased(Case("least", **SMALLER), "BNTS", "float32", 5, float(np.finfo("float32").min))
 USED = Biased(Case("used", q_lengths=(150, 77), kv_lengths=(100, 134), **SMALLER))
 ODD = Biased(Case("odd", q_len=70, kv_len=133))
+BAND = Biased(Case("band", window=(10, 0), q_len=70, kv_len=133))
+SEGMENTED = Biased(
+    Case("segmented", 1, 150, 270, segments=(documents(70, 80), documents(120, 140, -10)))
+)
+MASKED = Biased(Case("masked", 1, 150, 270, dense=Dense("window")))
 # The product with log2(e) is rounded by 58,265 downwards, in the LSE, but not in the logits.
 HUGE = Biased(Case("huge", q_len=90, kv_len=134, heads=2), "TS", "float32", 5, -1.5e12, True)
 
@@ -429,6 +488,107 @@ def unused_rows_count(kernels):
     return {"dbias_roles.add_products": lambda c, stats, s, dp, _: right(c, stats, s, dp, False)}
 
 
+def rows_of_the_gradient_lie_closer(kernels):
+    """A wrong stride over its rows, right over heads."""
+    right = kernels.bwd_dbias.store_columns
+
+    def wrong(dtype, dbias, head, row, key, ds):
+        right(dtype, dbias._replace(keys=dbias.keys - 1), head, row, key, ds)
+
+    return {"bwd_dbias.store_columns": wrong}
+
+
+def its_heads_are_the_first(kernels):
+    """All heads write in one place."""
+    right = kernels.bwd_dbias.store
+
+    def wrong(variant, x, c, work, at, ds):
+        right(variant, x, c, work, at._replace(head=at.head * 0), ds)
+
+    return {"bwd_dbias.store": wrong}
+
+
+def it_is_transposed(kernels):
+    """Rows are keys."""
+    right = kernels.bwd_dbias.store_columns
+    return {
+        "bwd_dbias.store_columns": lambda dtype, d, head, row, key, ds: right(
+            dtype, d, head, key, row, ds
+        )
+    }
+
+
+def its_rows_have_no_end(kernels):
+    """Rows behind the last are written."""
+    left = kernels.bwd_dbias.rows_left
+    return {"bwd_dbias.rows_left": lambda d, row, key: left(d._replace(rows=d.rows + 64), row, key)}
+
+
+def its_keys_have_no_end(kernels):
+    """Keys behind the last are written: those of the next row."""
+    left = kernels.bwd_dbias.rows_left
+    return {"bwd_dbias.rows_left": lambda d, row, key: left(d, row, key * 0)}
+
+
+def it_has_other_elements(kernels):
+    """The type of the queries instead of float32."""
+    right = kernels.bwd_dbias.of_call
+    return {"bwd_dbias.of_call": lambda x: right(x)._replace(size_bytes=kernels.bias.Int32(2))}
+
+
+class Absent:
+    """A pointer that is null."""
+
+    @staticmethod
+    def toint():
+        return 0
+
+
+def a_band_leaves_nothing_out(kernels):
+    """Blocks beyond it are not cleared."""
+    right, none = kernels.bwd_dbias.leaves_blocks_out, kernels.bwd_dbias.UNBOUNDED
+
+    def wrong(scalars):
+        return right(scalars._replace(window_left=none, window_right=none))
+
+    return {"bwd_dbias.leaves_blocks_out": wrong}
+
+
+def lengths_leave_nothing_out(kernels):
+    """Blocks beyond a sequence are not cleared."""
+    right = kernels.bwd_dbias.leaves_blocks_out
+
+    def wrong(scalars):
+        lengths = kernels.tiles.Sides(Absent, Absent)
+        return right(scalars._replace(sequences=scalars.sequences._replace(lengths=lengths)))
+
+    return {"bwd_dbias.leaves_blocks_out": wrong}
+
+
+def segments_leave_nothing_out(kernels):
+    """Blocks of other segments are not cleared."""
+    right = kernels.bwd_dbias.leaves_blocks_out
+    return {
+        "bwd_dbias.leaves_blocks_out": lambda scalars: right(scalars._replace(q_segments=Absent))
+    }
+
+
+def masks_leave_nothing_out(kernels):
+    """Blocks that a mask hides are not cleared."""
+    right = kernels.bwd_dbias.leaves_blocks_out
+
+    def wrong(scalars):
+        return right(scalars._replace(mask=scalars.mask._replace(words=Absent)))
+
+    return {"bwd_dbias.leaves_blocks_out": wrong}
+
+
+def the_end_is_not_cleared(kernels):
+    """The last bytes, fewer than 16."""
+    right = kernels.bwd_dbias.clear_kernel
+    return {"bwd_dbias.clear_kernel": lambda address, size: right(address, size // 16 * 16)}
+
+
 FAULTS = [
     ("fwd", PLAIN, every_head_is_the_first),
     ("fwd", PLAIN, batches_are_a_head_apart),
@@ -444,6 +604,17 @@ FAULTS = [
     ("bwd", ODD, nothing_is_clamped),
     ("bwd", CAPPED, a_cap_shows_what_is_hidden),
     ("bwd", HUGE, probabilities_are_unbounded),
+    ("bwd", PLAIN, rows_of_the_gradient_lie_closer),
+    ("bwd", PLAIN, its_heads_are_the_first),
+    ("bwd", PLAIN, it_is_transposed),
+    ("bwd", PLAIN, its_rows_have_no_end),
+    ("bwd", PLAIN, its_keys_have_no_end),
+    ("bwd", LEAST, it_has_other_elements),
+    ("bwd", BAND, a_band_leaves_nothing_out),
+    ("bwd", BAND, the_end_is_not_cleared),
+    ("bwd", USED, lengths_leave_nothing_out),
+    ("bwd", SEGMENTED, segments_leave_nothing_out),
+    ("bwd", MASKED, masks_leave_nothing_out),
     ("dbias", HUGE, probabilities_are_unbounded),
     ("dbias", PLAIN, every_head_is_the_first),
     ("dbias", SHARED, one_pair_stands_for_all),
@@ -467,6 +638,7 @@ def kernel_modules():
     """Modules of the kernels, by their last names."""
     names = ["bias", "softmax", "fragment_bias", "fragment_softmax", "fragment_bias_columns"]
     names += ["dbias_host", "dbias_rows", "dbias_work", "backward_rows", "sm90.dbias_roles"]
+    names += ["sm90.bwd_dbias", "tiles"]
     found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
     return SimpleNamespace(**found)
 
