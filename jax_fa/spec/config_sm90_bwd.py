@@ -31,6 +31,8 @@ class HopperBackward:
             "turns" is in deterministic runs alone.
         issues_dv_early: dV is issued before dS is handed over, to run while consumers wait for each
             other; else behind dQ, to run while that is reduced.
+        rounds_slope: P times the slope of a cap is rounded before dS is computed of it; else it
+            stays in float32, in the registers of S.
         loads_statistics: lse2 and delta of a thread's queries are loaded before it waits for S and
             dP.
     """
@@ -46,6 +48,7 @@ class HopperBackward:
     looks_ahead: bool = False
     stages_dq: Literal["never", "turns", "always"] = "never"
     issues_dv_early: bool = False
+    rounds_slope: bool = False
     loads_statistics: bool = False
 
     @property
@@ -75,6 +78,7 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
             looks_ahead=key.has_bias,
             stages_dq="turns",
             issues_dv_early=True,
+            rounds_slope=key.has_soft_cap,
         )
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
     # D = 128: 621 and 577 (dV behind dQ -3 %, dQ not staged either -7 %). D = 96: 520 and 501 (dV
@@ -86,11 +90,14 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
     stages_dq: Literal["never", "turns", "always"] = "never"
     if splits_keys and not (key.head_dim == 128 and key.has_bias):
         stages_dq = "always" if has_room else "turns"
+    # With a bias and a slope in float32, D = 128 spills 16 bytes.
+    rounds_slope = key.has_soft_cap or (key.head_dim == 128 and key.has_bias)
     return HopperBackward(
         block_q=64,
         splits_keys=splits_keys,
         overlaps_dp=not (key.has_soft_cap or key.has_bias),
         stages_dq=stages_dq,
         issues_dv_early=key.head_dim == 128 and has_room,
+        rounds_slope=rounds_slope,
         loads_statistics=has_room,
     )

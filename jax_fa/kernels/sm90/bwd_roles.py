@@ -237,18 +237,15 @@ def step(
     if hides | work.is_partial:
         mask_block(variant, x, c, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
-    slope = c.s if const_expr(variant.keeps_p) else cute.make_rmem_tensor_like(p)
-    powers = c.s if const_expr(variant.keeps_p) else p
-    exponentiate(variant, c.s, lse2, x.scalars.score_log2, powers, slope)
-    if const_expr(variant.key.has_bias):
-        fragment_bias_columns.to_slopes(variant, x, c, p, slope)
+    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.config.rounds_slope) else c.s
+    to_powers(variant, x, c, lse2, p, slope)
     if const_expr(waits_for_s):
         # P and slope take the room of S; there is none for dP beside that.
         dout_full = dout.wait_and_advance()
         start_dp(variant, x, c, dout_full, used, dp)
     delta = statistic(variant, c, x.smem.delta[None, dout_full.index])
     if const_expr(not variant.config.splits_keys):
-        if const_expr(variant.keeps_p):
+        if const_expr(variant.rounds_late):
             primitives.narrow(c.s, p)
         cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, at.parity])
     warpgroup.wait_group(0)
@@ -256,7 +253,7 @@ def step(
     bwd_dbias.store(variant, x, c, work, at, dp)
     primitives.narrow(dp, ds)
     cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, at.parity])
-    if const_expr(variant.config.splits_keys and variant.keeps_p):
+    if const_expr(variant.config.splits_keys and variant.rounds_late):
         primitives.narrow(c.s, p)
     early_dv = variant.config.issues_dv_early and not deterministic
     if const_expr(early_dv):
@@ -295,6 +292,33 @@ def step(
     warpgroup.wait_group(0)
     q_full.release()
     return Stepped(q, dout, following)
+
+
+@cute.jit
+def to_powers(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    c: BackwardConsumer,
+    lse2: cute.Tensor,
+    p: cute.Tensor,
+    slope: cute.Tensor,
+):
+    """Computes P of the scores, rounded but where that is for later, and P times a cap's slope."""
+    score_log2 = x.scalars.score_log2
+    if const_expr(variant.rounds_late):
+        exponentiate(variant, c.s, lse2, score_log2, c.s, c.s)
+    elif const_expr(variant.config.rounds_slope):
+        exponentiate(variant, c.s, lse2, score_log2, p, slope)
+        if const_expr(variant.key.has_bias):
+            fragment_bias_columns.to_slopes(variant, x, c, p, slope)
+    elif x.scalars.bias.soft_cap != 0.0:
+        exponentiate(variant, c.s, lse2, score_log2, p, p)
+        rounded = cute.make_rmem_tensor_like(p)
+        fragment_bias_columns.to_slopes(variant, x, c, p, rounded)
+        slope.store(rounded.load().to(Float32))
+    else:
+        exponentiate(variant, c.s, lse2, score_log2, c.s, c.s)
+        primitives.narrow(c.s, p)
 
 
 def statistic(variant: BackwardVariant, c: BackwardConsumer, stats: cute.Tensor) -> cute.Tensor:

@@ -50,8 +50,8 @@ class BackwardVariant(NamedTuple):
         return "warps" if self.config.stages_dq == "always" else "fragments"
 
     @property
-    def keeps_p(self) -> bool:
-        """P stays in float32, in the registers of S, until dS is computed."""
+    def rounds_late(self) -> bool:
+        """P is rounded once dS is computed, or when it is handed over: there is no other slope."""
         return not self.may_cap
 
     @property
