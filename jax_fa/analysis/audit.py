@@ -45,6 +45,7 @@ MMA_DEPTH = 16
 """Of one tensor core instruction for 16-bit elements."""
 _PLANS = {
     "fwd": ("plan", "forward_plan"),
+    "fwd_bias": ("plan", "forward_plan"),
     "fwd_split": ("plan", "forward_plan"),
     "few": ("plan_few", "few_plan"),
     "bwd": ("plan_bwd", "backward_plan"),

@@ -29,7 +29,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from jax_fa.kernels import backward_rows, dense_mask, segments, tiles
+from jax_fa.kernels import backward_rows, dense_mask, edges, segments, tiles
 from jax_fa.kernels.dense_mask import DenseMask
 from jax_fa.kernels.unmasked import unmasked_blocks
 from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, ceil_div
@@ -268,7 +268,8 @@ def narrow_rows(variant: cutlass.Constexpr, x: Any) -> None:
         first_key = seen.tile.block * config.block_kv
         keys = tiles.Stretch(first_key, first_key + config.block_kv)
         swept = tiles.Stretch(seen.blocks.start, seen.blocks.end)
-        sweep = dense_mask.Sweep(False, config.block_q, config.block_q, variant.plan.threads)
+        warps = range(variant.plan.threads // edges.WARP)
+        sweep = dense_mask.Sweep(False, config.block_q, config.block_q, warps)
         dense_mask.find_blocks(x.smem.found, scalars.mask, heads, keys, swept, sweep)
 
 

@@ -70,9 +70,13 @@ def is_present(mask: DenseMask) -> Boolean:
     return tiles.is_present(mask.words)
 
 
-def narrows(scalars: Any) -> Boolean:
-    """Whether segments or a mask tell which blocks of a tile to visit."""
-    return tiles.is_present(scalars.q_segments) | is_present(scalars.mask)
+def narrows(scalars: Any, lists_ahead: bool = False) -> Boolean:
+    """Whether a CTA finds out, before its roles start, which blocks of its tile to visit.
+
+    It does for segments, and for a mask, unless a role makes lists ahead.
+    """
+    has_segments = tiles.is_present(scalars.q_segments)
+    return has_segments if lists_ahead else has_segments | is_present(scalars.mask)
 
 
 def of_head(mask: DenseMask, batch: Int32, head: Int32) -> Int32:
@@ -169,13 +173,13 @@ class Sweep(NamedTuple):
         of_keys: True in a forward, False in a backward, whose tiles sweep rows.
         size: elements of a block.
         max_rows: of a tile in a forward, of a block in a backward.
-        threads: of the CTA.
+        warps: those that look, by their numbers in the CTA.
     """
 
     of_keys: bool
     size: int
     max_rows: int
-    threads: int
+    warps: range
 
 
 @cute.jit
@@ -187,7 +191,7 @@ def find_blocks(
     swept: Stretch,
     sweep: cutlass.Constexpr[Sweep],
 ) -> None:
-    """Makes a tile's list. All threads of the CTA call; a barrier must follow.
+    """Makes a tile's list. All ``sweep.warps`` call; a barrier must follow.
 
     Args:
         found: words of shared memory.
@@ -202,10 +206,10 @@ def find_blocks(
     while ((swept.end - 1) >> shift) >= LIST_BLOCKS:
         shift = shift + 1
     thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-    if thread == 0:
+    if thread == sweep.warps.start * edges.WARP:
         found[SHIFT] = shift
-    warps = sweep.threads // edges.WARP
-    for number in cutlass.range(thread // edges.WARP, LIST_WORDS, warps, unroll=1):
+    warp = thread // edges.WARP - sweep.warps.start
+    for number in cutlass.range(warp, LIST_WORDS, len(sweep.warps), unroll=1):
         first = (number * WORD_KEYS + lane) << shift
         shows, hides = Int32(0), Int32(0)
         start = cutlass.max(first, swept.start)

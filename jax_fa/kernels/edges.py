@@ -65,7 +65,7 @@ class Edge:
     Attributes:
         data: what it carries; the name by which roles know it.
         producer: role that fills it.
-        consumer: role that drains it.
+        consumer: role that drains it; several, joined by " and ", all drain it.
         stages: buffers in the ring.
         stage_bytes: what one TMA load adds to the full barrier; a pair's CTAs add as much each. 0
             where TMA does not fill it.
@@ -181,8 +181,9 @@ def arrivals(plan: Plan, edge: Edge, side: Literal["full", "empty"]) -> int:
         return 1
     if side == "empty" and not edge.empty:
         return 0
-    role = plan.role(edge.producer if side == "full" else edge.consumer)
-    return len(role.warps) * (plan.ctas if plan.crosses(edge) else 1)
+    names = (edge.producer if side == "full" else edge.consumer).split(" and ")
+    warps = sum(len(plan.role(name).warps) for name in names)
+    return warps * (plan.ctas if plan.ctas > 1 and plan.crosses(edge) else 1)
 
 
 def check(plan: Plan) -> None:
@@ -201,7 +202,8 @@ def check(plan: Plan) -> None:
             if buffer.size_bytes > host.size_bytes:
                 raise PlanError(f"{buffer.name} is larger than {host.name}, which it overlays")
     for edge in plan.edges:
-        plan.role(edge.producer), plan.role(edge.consumer)
+        for name in (edge.producer, *edge.consumer.split(" and ")):
+            plan.role(name)
         if not edge.full:
             raise PlanError(f"{edge.data}: a passed full barrier has to promise something")
     indices = [barrier.index for barrier in plan.barriers]

@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from jax_fa.kernels import bias as biases
 from jax_fa.kernels import dense_mask, forward_work, primitives, softmax, tiles
 from jax_fa.kernels.primitives import Extents, dense, dense_stats
 
@@ -140,7 +139,7 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = 
     else:
         num_ctas = num_tiles
     if const_expr(variant.is_general):
-        if dense_mask.narrows(call.scalars):
+        if dense_mask.narrows(call.scalars, variant.lists_ahead):
             num_ctas = num_tiles
     return tiles.Grid(order, num_ctas)
 
@@ -213,10 +212,10 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
         scale_log2 = (soft_cap if key.has_soft_cap else scale) * softmax.LOG2_E
         added = None
         if const_expr(key.has_bias):
-            added = biases.Bias(
+            added = variant.bias.biases.Bias(
                 bias, bias_batch, bias_heads, bias_rows, bias_keys, bias_bytes, scale, soft_cap
             )
-            scale_log2 = biases.score_log2(added)
+            scale_log2 = variant.bias.biases.score_log2(added)
         scalars = forward_work.Scalars(
             sequences,
             window_left,

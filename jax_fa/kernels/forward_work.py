@@ -26,11 +26,17 @@ class Variant(NamedTuple):
     key: KernelKey
     config: Any
     plan: edges.Plan
+    bias: Any = None  # the module fragment_bias, if there is a bias
 
     @property
     def is_general(self) -> bool:
         """Everything that can hide a key may be there."""
         return self.key.mask == "general"
+
+    @property
+    def lists_ahead(self) -> bool:
+        """A role makes the lists of a dense mask, for tiles to come."""
+        return any(edge.producer == "find" for edge in self.plan.edges)
 
     @property
     def is_split(self) -> bool:
@@ -117,7 +123,7 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
             tile = tiles.one_per_cta(x.order, slot)
     else:
         tile = tiles.longest_first(x.order, slot)
-        if dense_mask.narrows(x.scalars):
+        if dense_mask.narrows(x.scalars, variant.lists_ahead):
             tile = tiles.one_per_cta(x.order, slot)
     return tile
 
@@ -237,7 +243,7 @@ def batch_of_part(variant: Variant, x: Any, work: Work) -> Int32:
 
 @cute.jit
 def narrow_keys(variant: cutlass.Constexpr, x: Any) -> None:
-    """Narrows the tile's keys by segments and mask, in ``smem.found``. A CTA calls."""
+    """Narrows the only tile's keys by segments and mask, in ``smem.found``. A CTA calls."""
     scalars, config = x.scalars, variant.config
     tile = tile_at(variant, x, Int32(0))
     span = span_of(variant, x, tile)
@@ -246,19 +252,33 @@ def narrow_keys(variant: cutlass.Constexpr, x: Any) -> None:
     searched = tiles.Stretch(blocks.start * config.block_kv, end)
     if tiles.is_present(scalars.q_segments):
         _find_segment_keys(variant, x, tile, span, searched)
-    if dense_mask.is_present(scalars.mask):
-        head = tile.head
-        if const_expr(variant.is_split):
-            head = head // scalars.num_splits
-        heads = dense_mask.Heads(tile.batch, head, head + 1)
-        if const_expr(config.packs_heads):
-            first = tile.kv_head * x.packing.group + head % x.packing.units * x.packing.heads
-            heads = dense_mask.Heads(tile.batch, first, first + x.packing.heads)
-        positions = positions_of_tile(variant, x)
-        rows = tiles.Stretch(span.first_row, span.first_row + positions)
-        swept = tiles.Stretch(blocks.start, blocks.end)
-        sweep = dense_mask.Sweep(True, config.block_kv, config.block_q, variant.plan.threads)
-        dense_mask.find_blocks(x.smem.found, scalars.mask, heads, rows, swept, sweep)
+    if const_expr(not variant.lists_ahead):
+        if dense_mask.is_present(scalars.mask):
+            warps = range(variant.plan.threads // edges.WARP)
+            list_blocks(variant, x, tile, span, blocks, warps)
+
+
+@cute.jit
+def list_blocks(
+    variant: cutlass.Constexpr,
+    x: Any,
+    tile: tiles.Tile,
+    span: tiles.Span,
+    blocks: Blocks,
+    warps: cutlass.Constexpr[range],
+) -> None:
+    """Makes the list of a tile, whose ``blocks`` the band shows, in ``smem.found``."""
+    scalars, config, head = x.scalars, variant.config, tile.head
+    if const_expr(variant.is_split):
+        head = head // scalars.num_splits
+    heads = dense_mask.Heads(tile.batch, head, head + 1)
+    if const_expr(config.packs_heads):
+        first = tile.kv_head * x.packing.group + head % x.packing.units * x.packing.heads
+        heads = dense_mask.Heads(tile.batch, first, first + x.packing.heads)
+    rows = tiles.Stretch(span.first_row, span.first_row + positions_of_tile(variant, x))
+    swept = tiles.Stretch(blocks.start, blocks.end)
+    sweep = dense_mask.Sweep(True, config.block_kv, config.block_q, warps)
+    dense_mask.find_blocks(x.smem.found, scalars.mask, heads, rows, swept, sweep)
 
 
 @cute.jit

@@ -25,23 +25,6 @@ def rows_of_thread(variant: Variant, x: Any, c: Any, work: Work) -> list[tiles.R
 
 
 @cute.jit
-def mask_block(
-    variant: cutlass.Constexpr,
-    x: Any,
-    c: Any,
-    work: Work,
-    scores: cute.Tensor,
-    block: Int32,
-) -> None:
-    """Hides the keys of a block that a row does not see."""
-    mask_by_place(variant, x, c, work, scores, block)
-    if const_expr(variant.is_general):
-        if dense_mask.is_present(x.scalars.mask):
-            if dense_mask.hides(x.smem.found, block):
-                mask_by_words(variant, x, c, work, scores, block)
-
-
-@cute.jit
 def mask_by_words(
     variant: cutlass.Constexpr,
     x: Any,

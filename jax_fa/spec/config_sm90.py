@@ -63,7 +63,7 @@ def hopper_forward(key: KernelKey) -> HopperForward:
     is_general = key.mask == "general"
     if key.has_bias:
         return _forward_with_bias(key)
-    # Loading is more than starting TMA where lengths are decoded: 24 registers spill at D = 96.
+    # Where find works beside load, 24 registers spill.
     consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
     block_kv, num_consumers, is_persistent, q_in_registers = 128, 2, True, False
     if key.head_dim <= 64:
@@ -99,10 +99,13 @@ def hopper_forward(key: KernelKey) -> HopperForward:
 def _forward_with_bias(key: KernelKey) -> HopperForward:
     """The forward configuration where a thread holds the bias of a block beside its scores.
 
-    As many keys as leave room for float32 words of it without spills (DSL 4.8.1; 24 registers are
-    enough to load with).
+    As many keys as leave room for float32 words of it without spills (DSL 4.8.1).
     """
     block_kv = {64: 96, 96: 80, 128: 80, 192: 80, 256: 48}[key.head_dim]
     return HopperForward(
-        block_kv, num_consumers=2, is_persistent=key.head_dim <= 192, consumer_registers=240
+        block_kv,
+        num_consumers=2,
+        is_persistent=key.head_dim <= 192,
+        consumer_registers=232,
+        producer_registers=40,
     )

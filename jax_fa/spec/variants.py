@@ -56,8 +56,12 @@ class Variant:
     @property
     def module(self) -> str:
         """Its module in ``kernels/``, which makes its host entry."""
-        split = "few" if self.key.is_few else "fwd_split"
-        return f"{self.kernels}.{split if self.key.is_split else self.operation}"
+        name: str = self.operation
+        if self.key.is_split:
+            name = "few" if self.key.is_few else "fwd_split"
+        elif self.key.has_bias and name == "fwd":
+            name = "fwd_bias"
+        return f"{self.kernels}.{name}"
 
     @property
     def name(self) -> str:

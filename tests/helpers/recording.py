@@ -97,7 +97,7 @@ def build(folder: Path, module: str, key: KernelKey, config: Any) -> Built:
     kernels = importlib.import_module(f"jax_fa.kernels.{module}")
     entry = kernels.make_entry(key, config)
     options = f"{compiler.options_of(key, config)} --dump-dir {folder}"
-    operation = "fwd" if key.is_split else module.split(".")[1]
+    operation = "fwd" if key.is_split else module.split(".")[1].removesuffix("_bias")
     arguments = stand_ins(operation, key.dtype)
     cute.compile(entry, *arguments, options=options).export_to_c(str(folder), "k", "k")
     gc.collect()  # few objects, but of the compiler's memory

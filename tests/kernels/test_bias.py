@@ -32,6 +32,7 @@ pytestmark = [
 
 CHOICES = {"fwd": choose_forward, "bwd": choose_backward, "dbias": choose_dbias}
 KEY = KernelKey("sm_90a", "bfloat16", 64, 64, "general", has_bias=True)
+MODULES = {"fwd": "sm90.fwd_bias", "bwd": "sm90.bwd", "dbias": "sm90.dbias"}
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ def kernels(tmp_path_factory):
     def get(operation: str, key: KernelKey = KEY) -> Any:
         if (operation, key) not in found:
             folder, chosen = tmp_path_factory.mktemp(operation), CHOICES[operation](key)
-            found[operation, key] = prebuilt(folder, f"sm90.{operation}", key, chosen)
+            found[operation, key] = prebuilt(folder, MODULES[operation], key, chosen)
         return found[operation, key]
 
     return get
@@ -652,7 +653,7 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, operation, biased, fault):
         *path, name = place.split(".")
         home = functools.reduce(getattr, path, modules)
         monkeypatch.setattr(home, name, wrong)
-    built = build(tmp_path, f"sm90.{operation}", KEY, CHOICES[operation](KEY))
+    built = build(tmp_path, MODULES[operation], KEY, CHOICES[operation](KEY))
     given = given_of(biased)
     with pytest.raises((AssertionError, EmulationError)):
         check(call(built, operation, given), given)

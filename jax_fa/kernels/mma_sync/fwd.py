@@ -19,8 +19,8 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import (
+    dense_mask,
     edges,
-    fragment_bias,
     fragment_softmax,
     fragments,
     primitives,
@@ -44,7 +44,13 @@ from jax_fa.kernels.forward_work import (
     tile_at,
     work_on,
 )
-from jax_fa.kernels.fragment_rows import finish_rows, mask_block, rows_of_thread, store_part
+from jax_fa.kernels.fragment_rows import (
+    finish_rows,
+    mask_by_place,
+    mask_by_words,
+    rows_of_thread,
+    store_part,
+)
 from jax_fa.kernels.mma_sync import products, shell
 from jax_fa.kernels.mma_sync.fwd_work import (
     ForwardContext,
@@ -270,7 +276,7 @@ def step(
     cute.arch.cp_async_commit_group()
     if const_expr(variant.key.has_bias):
         for i in cutlass.range_constexpr(len(rows)):
-            fragment_bias.load(variant, x, anew(rows[i]), work, at.block, rows[i].bias)
+            variant.bias.load(variant, x, anew(rows[i]), work, at.block, rows[i].bias)
     multiply_qk(variant, x, rows, queries, stage_of(variant, at))
     if const_expr(stages == 1):
         cute.arch.cp_async_wait_group(0)
@@ -326,7 +332,7 @@ def to_probabilities(
         if const_expr(variant.key.has_soft_cap):
             softmax.cap(one.scores, x.scalars.cap_inner_log2)
         if const_expr(variant.key.has_bias):
-            fragment_bias.add_rows(one.scores, one.bias, x.scalars.bias, variant.dtype)
+            variant.bias.add_rows(one.scores, one.bias, x.scalars.bias, variant.dtype)
         if hides:
             mask_block(variant, x, anew(one), products.hidden_from(work), one.scores, block)
         scale_log2, has_bias = x.scalars.scale_log2, variant.key.has_bias
@@ -340,6 +346,23 @@ def to_probabilities(
     for _ in cutlass.range(products.one_if_any(shrinking), unroll=1):
         for i in cutlass.range_constexpr(len(rows)):
             fragment_softmax.scale_rows(rows[i].out, shrinks[i])
+
+
+@cute.jit
+def mask_block(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: RowTile,
+    work: Work,
+    scores: cute.Tensor,
+    block: Int32,
+) -> None:
+    """Hides the keys of a block that a row does not see."""
+    mask_by_place(variant, x, c, work, scores, block)
+    if const_expr(variant.is_general):
+        if dense_mask.is_present(x.scalars.mask):
+            if dense_mask.hides(x.smem.found, block):
+                mask_by_words(variant, x, c, work, scores, block)
 
 
 def anew(rows: RowTile) -> RowTile:

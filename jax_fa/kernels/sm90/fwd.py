@@ -1,5 +1,6 @@
 """Hopper forward: out = softmax(mask(scale q k^T)) v, and its log-sum-exp, in one pass over keys.
 
+    find (3 warps)  what there is to do for the tiles to come, where the mask is general
     load (1 warp)   q  k(n-1) | k(n-2) v(n-1) | k(n-3) v(n-2) | ... | q' k'(m-1) v(0) | k'(m-2) ...
     consume i          S(n-1) | S(n-2) PV(n-1) softmax(n-2) | ... | S'(m-1) PV(0) softmax'(m-1) ...
     consume j                 |         (its softmax)  S(n-2) PV(n-1) softmax(n-2) | ...
@@ -27,6 +28,7 @@ from jax_fa.kernels.forward_host import (
     forward_order,
 )
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys
+from jax_fa.kernels.sm90.fwd_lists import find
 from jax_fa.kernels.sm90.fwd_roles import consume, load
 from jax_fa.kernels.sm90.fwd_work import (
     ForwardContext,
@@ -35,8 +37,7 @@ from jax_fa.kernels.sm90.fwd_work import (
     ForwardSmem,
     make_layouts,
 )
-from jax_fa.kernels.sm90.plan import forward_plan
-from jax_fa.spec import division
+from jax_fa.kernels.sm90.plan import LIST_WORDS, forward_plan, num_lists
 from jax_fa.spec.config_sm90 import HopperForward
 from jax_fa.spec.key import KernelKey
 
@@ -53,6 +54,7 @@ def kernel(
 ) -> None:
     """Device entry: shared memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
+    stages = num_lists(variant.key, variant.config)
 
     @cute.struct
     class Storage:
@@ -60,18 +62,21 @@ def kernel(
         k_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("k").stages]
         v_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("v").stages]
         zero_fill: cute.struct.MemRange[Int64, 1]
-        found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
+        list_barriers: cute.struct.MemRange[Int64, 2 * stages]
+        lists: cute.struct.MemRange[Int32, LIST_WORDS * stages]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
 
     storage = SmemAllocator().allocate(Storage)
+    found = storage.lists.get_tensor(cute.make_layout((LIST_WORDS, stages)))
     smem = ForwardSmem(
         q=primitives.smem_tensor(storage.q, layouts.q),
         k=primitives.smem_tensor(storage.k, layouts.k),
         v=primitives.smem_tensor(storage.v, layouts.v),
         zero_fill=storage.zero_fill.data_ptr(),
-        found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
+        lists=found,
+        found=found[None, 0],
     )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
@@ -83,18 +88,23 @@ def kernel(
     q_in, q_out = edges.make_edge(plan, "q", storage.q_barriers.data_ptr())
     k_in, k_out = edges.make_edge(plan, "k", storage.k_barriers.data_ptr())
     v_in, v_out = edges.make_edge(plan, "v", storage.v_barriers.data_ptr())
+    ring = None
+    if const_expr(variant.lists_ahead):
+        ring = edges.make_ring(plan, plan.edge("work"), storage.list_barriers.data_ptr())
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
-    x = ForwardContext(tma, arrays, scalars, order, smem, packing, granules)
+    x = ForwardContext(tma, arrays, scalars, order, smem, packing, granules, ring)
     if const_expr(variant.is_general):
-        if dense_mask.narrows(scalars):
+        if dense_mask.narrows(scalars, variant.lists_ahead):
             narrow_keys(variant, x)
             cute.arch.sync_threads()
     if warp < plan.role("consume").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
         if warp == 0:
             load(variant, x, ForwardPipes(q_in, k_in, v_in))
+        elif const_expr(variant.lists_ahead):
+            find(variant, x)
     else:
         cute.arch.setmaxregister_increase(plan.role("consume").registers)
         consume(variant, x, ForwardPipes(q_out, k_out, v_out))

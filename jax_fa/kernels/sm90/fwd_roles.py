@@ -9,8 +9,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from jax_fa.kernels import (
+    dense_mask,
     edges,
-    fragment_bias,
     fragment_softmax,
     fragments,
     loads,
@@ -23,15 +23,15 @@ from jax_fa.kernels.forward_work import (
     batch_of_part,
     below,
     load_granules,
-    tile_at,
-    work_on,
 )
 from jax_fa.kernels.fragment_rows import (
     finish_rows,
-    mask_block,
+    mask_by_place,
+    mask_by_words,
     rows_of_thread,
     store_part,
 )
+from jax_fa.kernels.sm90.fwd_lists import anew, begin, next_tile, on_list, release
 from jax_fa.kernels.sm90.fwd_work import (
     ForwardConsumer,
     ForwardContext,
@@ -39,6 +39,7 @@ from jax_fa.kernels.sm90.fwd_work import (
     KvPipes,
     make_consumer,
     make_layouts,
+    thread_anew,
 )
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.unmasked import hides_pairs, next_hides_pairs
@@ -55,19 +56,20 @@ class LoadedBlocks(NamedTuple):
 @cute.jit
 def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> None:
     """Loads each query tile and its key and value blocks, newest first. One warp."""
-    q, k, v = pipes.q, pipes.k, pipes.v
+    q, k, v = pipes
     phase = Int32(0)
-    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
-    if work.tile.is_valid:
+    tile = next_tile(variant, x, Int32(0))
+    if tile.is_valid:
+        work = begin(variant, x, tile)
         slot = q.acquire_and_advance()
         load_q(variant, x, work, slot)
         slot = k.acquire_and_advance()
         load_k(x, work, work.blocks.end - 1, slot)
         if const_expr(variant.config.is_persistent):
-            next_tile = tile_at(variant, x, work.tile.slot + 1)
-            while next_tile.is_valid:
+            tile = next_tile(variant, x, work.tile.slot + 1)
+            while tile.is_valid:
                 # Before the long loop, which hides the latency of lengths read from memory.
-                next_work = work_on(variant, x, next_tile)
+                next_work = begin(variant, x, tile)
                 k, v, phase = load_middle(variant, x, work, KvPipes(k, v), phase)
                 before, work = work, next_work
                 slot = q.acquire_and_advance()
@@ -76,7 +78,7 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
                 load_k(x, work, work.blocks.end - 1, slot)
                 slot = v.acquire_and_advance()
                 phase = load_v(variant, x, before, before.blocks.start, slot, phase)
-                next_tile = tile_at(variant, x, work.tile.slot + 1)
+                tile = next_tile(variant, x, work.tile.slot + 1)
         k, v, phase = load_middle(variant, x, work, KvPipes(k, v), phase)
         slot = v.acquire_and_advance()
         load_v(variant, x, work, work.blocks.start, slot, phase)
@@ -91,7 +93,7 @@ def load_middle(
     variant: cutlass.Constexpr, x: ForwardContext, work: Work, pipes: KvPipes, phase: Int32
 ) -> LoadedBlocks:
     """Loads the keys of all blocks but the newest, each followed by the block before's values."""
-    k, v = pipes.k, pipes.v
+    k, v, x = pipes.k, pipes.v, on_list(variant, x, work)
     block = work.blocks.end - 1
     for _ in cutlass.range(work.num_blocks - 1, unroll=1):
         following = below(variant, x, block)
@@ -100,6 +102,7 @@ def load_middle(
         slot = v.acquire_and_advance()
         phase = load_v(variant, x, work, block, slot, phase)
         block = following
+    release(variant, x, work)
     return LoadedBlocks(k, v, phase)
 
 
@@ -260,6 +263,7 @@ def middle(
 
     ``q_index`` is the stage of the consumer's queries. Returns the pipes, advanced.
     """
+    x, work = on_list(variant, x, work), anew(variant, x, work)
     blocks, newest = work.blocks, work.blocks.end - 1
     block = below(variant, x, newest)
     at = Place(pipes.k, pipes.v, block, next_hides_pairs(variant, x, blocks, block))
@@ -300,7 +304,7 @@ def step(
     scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(at.k, at.v))
     # Here, since products run: at the border of two steps it would show.
     following = below(variant, x, at.block)
-    next_hides = next_hides_pairs(variant, x, work.blocks, following)
+    next_hides = next_hides_pairs(variant, x, anew(variant, x, work).blocks, following)
     await_scores(k_full)
     add_bias(variant, x, c, work, scores, following)
     shrink = to_probabilities(variant, x, c, work, at.block, hides, scores)
@@ -334,12 +338,47 @@ def to_probabilities(
 
 
 @cute.jit
+def mask_block(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    scores: cute.Tensor,
+    block: Int32,
+) -> None:
+    """Hides the keys of a block that a row does not see."""
+    if const_expr(variant.is_general):
+        if dense_mask.is_present(x.scalars.mask):
+            if dense_mask.hides(x.smem.found, block):
+                own, at = thread_anew(variant, c), primitives.opaque(block)
+                mask_by_words(variant, x, own, anew(variant, x, work), scores, at)
+    own = thread_anew(variant, c)
+    mask_by_place(variant, x, own, anew(variant, x, work), scores, block)
+
+
+@cute.jit
+def first_probabilities(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    work: Work,
+    scores: cute.Tensor,
+) -> None:
+    """``to_probabilities`` of a tile's newest block, with which statistics start."""
+    x, newest = on_list(variant, x, work), work.blocks.end - 1
+    fragment_softmax.reset(c.state)
+    add_bias(variant, x, c, work, scores, below(variant, x, newest))
+    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
+    to_probabilities(variant, x, c, work, newest, hides, scores)
+
+
+@cute.jit
 def fetch_bias(
     variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, work: Work, block: Int32
 ) -> None:
     """Starts the loads of the bias of a block's scores, if there is a bias."""
     if const_expr(variant.key.has_bias):
-        fragment_bias.load(variant, x, c, work, block, c.bias)
+        variant.bias.load(variant, x, c, work, block, c.bias)
 
 
 @cute.jit
@@ -356,7 +395,7 @@ def add_bias(
     ``following`` is the block after this one; before the tile's first, there is none.
     """
     if const_expr(variant.key.has_bias):
-        fragment_bias.add_rows(scores, c.bias, x.scalars.bias, variant.dtype)
+        variant.bias.add_rows(scores, c.bias, x.scalars.bias, variant.dtype)
         # Here, since the words are free: no more registers than without looking ahead.
         if following >= work.blocks.start:
             fetch_bias(variant, x, c, work, following)
@@ -366,56 +405,50 @@ def add_bias(
 def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> None:
     """Computes both products and the softmax of 64 query rows. One warpgroup of several."""
     config = variant.config
-    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
-    if work.tile.is_valid:
+    tile = next_tile(variant, x, Int32(0))
+    if tile.is_valid:
         c = make_consumer(variant, x)
-        q, k, v = pipes.q, pipes.k, pipes.v
+        q, k, v = pipes
+        work = begin(variant, x, tile)
         if c.index == config.num_consumers - 1:
             pingpong_arrive(variant, c)
         q_full = q.wait_and_advance()
         k_full = k.wait_and_advance()
         scores = c.qk.make_fragment_C(c.qk.partition_shape_C((WGMMA_ROWS, config.block_kv)))
         q_index = q_full.index * config.num_consumers + c.index
-        newest = work.blocks.end - 1
-        fetch_bias(variant, x, c, work, newest)
+        fetch_bias(variant, x, c, work, work.blocks.end - 1)
         fetch_q(variant, x, c, q_index)
         multiply_qk(variant, c, scores, q_index, k_full.index)
         warpgroup.wait_group(0)
         k_full.release()
-        fragment_softmax.reset(c.state)
-        add_bias(variant, x, c, work, scores, below(variant, x, newest))
-        hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
-        to_probabilities(variant, x, c, work, newest, hides, scores)
+        first_probabilities(variant, x, c, work, scores)
         primitives.narrow(scores, c.p)
         c.out.fill(0.0)
         if const_expr(config.is_persistent):
-            next_tile = tile_at(variant, x, work.tile.slot + 1)
-            while next_tile.is_valid:
+            tile = next_tile(variant, x, work.tile.slot + 1)
+            while tile.is_valid:
                 # Early: at the border, between two products, its latency would show.
-                next_work = work_on(variant, x, next_tile)
+                next_work = begin(variant, x, tile)
                 k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
                 before, before_index = work, q_index
-                work = next_work
-                newest = work.blocks.end - 1
-                fetch_bias(variant, x, c, work, newest)
+                work = anew(variant, x, next_work)
+                fetch_bias(variant, x, c, work, work.blocks.end - 1)
                 q_next = q.wait_and_advance()
                 q_index = q_next.index * config.num_consumers + c.index
                 fetch_q(variant, x, c, q_index)
                 scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(k, v))
                 await_scores(k_full)
                 finished = fragment_softmax.copy(c.state)
-                fragment_softmax.reset(c.state)
-                add_bias(variant, x, c, work, scores, below(variant, x, newest))
-                hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
-                to_probabilities(variant, x, c, work, newest, hides, scores)
+                first_probabilities(variant, x, c, work, scores)
                 warpgroup.wait_group(0)
                 v_full.release()
                 primitives.narrow(scores, c.p)
                 store(variant, x, c, before, before_index, finished)
+                release(variant, x, before)
                 c.out.fill(0.0)
                 release_q(c, q_full)
                 q_full = q_next
-                next_tile = tile_at(variant, x, work.tile.slot + 1)
+                tile = next_tile(variant, x, work.tile.slot + 1)
         k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
         v_full = v.wait_and_advance()
         pingpong_wait(variant, c)
@@ -424,6 +457,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         warpgroup.wait_group(0)
         v_full.release()
         store(variant, x, c, work, q_index, c.state)
+        release(variant, x, work)
         release_q(c, q_full)
         # The last consumer arrived for the first once more; this wait leaves the barrier at rest.
         if c.index == 0:
@@ -451,6 +485,7 @@ def store(
 
     ``q_index`` is the stage of the consumer's queries, over which out is staged.
     """
+    c, work = thread_anew(variant, c), anew(variant, x, work)
     rows = rows_of_thread(variant, x, c, work)
     finish_rows(variant, x, c, work, rows, state)
     if const_expr(variant.is_split):

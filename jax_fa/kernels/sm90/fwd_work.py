@@ -43,7 +43,8 @@ class ForwardSmem(NamedTuple):
     k: cute.Tensor  # (block_kv, D, stages)
     v: cute.Tensor  # (block_kv, Dv, stages)
     zero_fill: cute.Pointer  # one mbarrier, for ``loads.Detour``
-    found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
+    lists: cute.Tensor  # (LIST_WORDS, stages) fwd_lists.py
+    found: cute.Tensor  # (LIST_WORDS,) one of them: segments.py, dense_mask.py
 
 
 class ForwardContext(NamedTuple):
@@ -56,6 +57,7 @@ class ForwardContext(NamedTuple):
     smem: ForwardSmem
     packing: Any  # division.Packing, or None if the variant does not pack heads
     granules: Any  # primitives.TmaArray, or None likewise
+    ring: Any  # the PipelineAsync of lists, or None if the variant has none
 
 
 def make_layouts(variant: Variant) -> ForwardLayouts:
@@ -89,7 +91,7 @@ class ForwardConsumer(NamedTuple):
 def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
     """The consumer that the calling thread belongs to, with its fragments."""
     key, config = variant.key, variant.config
-    thread = cute.arch.thread_idx()[0] - variant.plan.role("load").threads
+    thread = cute.arch.thread_idx()[0] - variant.plan.role("consume").warps.start * edges.WARP
     qk = fragments.make_mma(
         variant.dtype, config.block_kv, OperandMajorMode.K, config.q_in_registers
     )
@@ -111,3 +113,8 @@ def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
         index=cute.arch.make_warp_uniform(thread // edges.WARPGROUP),
         thread=thread % edges.WARPGROUP,
     )
+
+
+def thread_anew(variant: Variant, c: ForwardConsumer) -> ForwardConsumer:
+    """``c``, of whose thread nothing has been computed ahead of a loop that leaves no registers."""
+    return c._replace(thread=primitives.opaque(c.thread)) if variant.lists_ahead else c

@@ -1,12 +1,14 @@
 """Hopper forward: roles, edges, shared memory and barriers. Read this first.
 
-One warpgroup loads with TMA; two or three warpgroups each own 64 query rows and do both products
-and the softmax between them. Keys and values arrive in two rings, newest block first.
+One warp loads with TMA; two or three warpgroups each own 64 query rows and do both products and
+the softmax between them. Keys and values arrive in two rings, newest block first. Where the mask is
+general, three warps tell them, tiles ahead, what there is to do.
 """
 
 from __future__ import annotations
 
 from jax_fa.kernels.edges import (
+    WARP,
     WARPGROUP,
     Buffer,
     Edge,
@@ -15,13 +17,21 @@ from jax_fa.kernels.edges import (
     Role,
     check,
 )
-from jax_fa.spec import division
 from jax_fa.spec.config_sm90 import HopperForward
+from jax_fa.spec.division import FOUND_WORDS
 from jax_fa.spec.key import KernelKey
 
 ELEMENT_BYTES = 2
 WGMMA_ROWS = 64
 """Rows of a consumer warpgroup's products: the M of one wgmma."""
+
+LIST_WORDS = FOUND_WORDS + 24
+"""What segments and a mask tell of a tile, and what there is to do for it (``fwd_lists.py``)."""
+
+
+def num_lists(key: KernelKey, config: HopperForward) -> int:
+    """Tiles that find has told of, in shared memory: two in work, and two to come."""
+    return 4 if key.mask == "general" and config.is_persistent else 1
 
 
 def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
@@ -31,9 +41,14 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES
     v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
     out_bytes = config.block_q * key.value_dim * ELEMENT_BYTES
+    lists = num_lists(key, config)
+    work = Edge(
+        "work", "find", "load and consume", lists, 0, "list and work in smem", "read", "threads"
+    )
     plan = Plan(
         roles=(
-            Role("load", range(0, 4), config.producer_registers),
+            Role("load", range(0, 1), config.producer_registers),
+            Role("find", range(1, 4), config.producer_registers),  # idle but for a general mask
             Role("consume", range(4, 4 + 4 * consumers), config.consumer_registers),
         ),
         edges=(
@@ -42,10 +57,11 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
             ),
             Edge("k", "load", "consume", config.stages, k_bytes, "keys in smem", "S retired"),
             Edge("v", "load", "consume", config.stages, v_bytes, "values in smem", "PV retired"),
+            *((work,) if key.mask == "general" else ()),
         ),
         buffers=(
             Buffer("zero_fill", 8),  # mbarrier of a value block that is zero-filled before use
-            Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask tell of a tile
+            Buffer("found", 4 * LIST_WORDS * lists),  # what segments and a mask tell, and more
             Buffer("q", q_bytes * config.q_stages),
             Buffer("k", k_bytes * config.stages),
             Buffer("v", v_bytes * config.stages),
@@ -62,6 +78,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
                 NamedBarrier(f"out{i}", 1 + consumers + i, WARPGROUP, f"rows of consumer {i}")
                 for i in range(consumers)
             ),
+            NamedBarrier("made", 1 + 2 * consumers, 3 * WARP, "a tile's list is made"),
         ),
     )
     check(plan)

@@ -1,0 +1,132 @@
+"""What find hands on in the Hopper forward with a general mask: what there is to do, tiles ahead.
+
+The warps that have no loads to start look for the tiles to come: whose rows a tile has, what these
+see, and which blocks a dense mask shows them. For each tile a place in a ring holds that list, and
+``Work`` behind it, which others so need neither compute nor keep in registers. Variants without a
+general mask have little to find out: there every role does so by itself.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+from cutlass.pipeline import PipelineAsync, PipelineState
+
+from jax_fa.kernels import dense_mask, edges, tiles
+from jax_fa.kernels.forward_work import (
+    Variant,
+    Work,
+    list_blocks,
+    seen_from,
+    span_of,
+    tile_at,
+    work_on,
+)
+from jax_fa.kernels.sm90.fwd_work import ForwardContext
+from jax_fa.spec.band import Blocks, Window
+from jax_fa.spec.division import FOUND_WORDS
+
+
+@cute.jit
+def find(variant: cutlass.Constexpr, x: ForwardContext) -> None:
+    """Makes the list of each tile, and one that says that there are no more. Three warps."""
+    made, goes_on = x.ring.make_producer(), Boolean(True)
+    tile = tile_at(variant, x, Int32(0))
+    while goes_on:
+        slot = made.acquire_and_advance()
+        make_list(variant, with_list(x, slot.index), tile)
+        # HAZARD: one lane arrives for the warp, of what all have written.
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            slot.commit()
+        goes_on = tile.is_valid & variant.config.is_persistent
+        tile = tile_at(variant, x, tile.slot + 1)
+    # HAZARD: the CTA may not end while others still have arrivals to make here. For the last list,
+    # which is of no tile, they make none.
+    for _ in cutlass.range_constexpr(x.ring.num_stages - 1):
+        made.acquire_and_advance()
+
+
+@cute.jit
+def make_list(variant: cutlass.Constexpr, x: ForwardContext, tile: tiles.Tile) -> None:
+    """Writes what there is to do for a tile to ``smem.found``. Three warps, which share a list."""
+    finders, made = variant.plan.role("find"), variant.plan.barrier("made")
+    is_first = cute.arch.thread_idx()[0] // edges.WARP == finders.warps.start
+    if tile.is_valid:
+        if dense_mask.is_present(x.scalars.mask):
+            span = span_of(variant, x, tile)
+            blocks = seen_from(variant, x, span).blocks
+            list_blocks(variant, x, tile, span, blocks, finders.warps)
+            cute.arch.barrier(barrier_id=made.index, number_of_threads=made.threads)
+        if is_first:
+            work = work_on(variant, x, tile)
+            rest = (*work.span, *work.window, *work.blocks, work.num_blocks, work.split)
+            words = (1, *work.tile[2:], *rest)
+            for i in cutlass.range_constexpr(len(words)):
+                x.smem.found[FOUND_WORDS + i] = Int32(words[i])
+    elif is_first:
+        x.smem.found[FOUND_WORDS] = Int32(0)
+
+
+def with_list(x: ForwardContext, number: Int32) -> ForwardContext:
+    """The context with list ``number`` as ``smem.found``."""
+    found = x.smem.lists[None, number & (x.ring.num_stages - 1)]
+    return x._replace(smem=x.smem._replace(found=found))
+
+
+def on_list(variant: Variant, x: ForwardContext, work: Work) -> ForwardContext:
+    """The context with the list of a tile as ``smem.found``."""
+    return with_list(x, work.tile.slot) if variant.lists_ahead else x
+
+
+def _state(ring: PipelineAsync, number: Int32) -> PipelineState:
+    """The state of a consumer at list ``number``: its role has no registers to carry one."""
+    stages = ring.num_stages
+    phase = number >> (stages.bit_length() - 1) & 1
+    return PipelineState(stages, number, number & (stages - 1), phase)
+
+
+def _wait(ring: PipelineAsync, number: Int32) -> None:
+    """Waits until list ``number`` is made."""
+    ring.consumer_wait(_state(ring, number))
+
+
+def _give_back(ring: PipelineAsync, number: Int32) -> None:
+    """Tells find that the calling warp has read list ``number``."""
+    ring.consumer_release(_state(ring, number))
+
+
+def next_tile(variant: Variant, x: ForwardContext, slot: Int32) -> tiles.Tile:
+    """The tile at a position of this CTA's list, or whether there is one: ``begin`` reads on."""
+    if not variant.lists_ahead:
+        return tile_at(variant, x, slot)
+    _wait(x.ring, slot)
+    is_valid = with_list(x, slot).smem.found[FOUND_WORDS] != 0
+    return tiles.Tile(is_valid, slot, *[Int32(0)] * 4)
+
+
+def begin(variant: Variant, x: ForwardContext, tile: tiles.Tile) -> Work:
+    """What there is to do for ``tile``. Whole warps call; ``release`` gives its list back."""
+    if not variant.lists_ahead:
+        return work_on(variant, x, tile)
+    found = with_list(x, tile.slot).smem.found
+    place, span, window, blocks, rest = (
+        [found[FOUND_WORDS + i] for i in range(first, end)]
+        for first, end in ((1, 5), (5, 13), (13, 18), (18, 22), (22, 24))
+    )
+    tile = tiles.Tile(tile.is_valid, tile.slot, *place)
+    return Work(tile, tiles.Span(*span), Window(*window), Blocks(*blocks), *rest)
+
+
+def anew(variant: Variant, x: ForwardContext, work: Work) -> Work:
+    """``work``, read again rather than kept in registers, if it is handed on."""
+    return begin(variant, x, work.tile) if variant.lists_ahead else work
+
+
+@cute.jit
+def release(variant: cutlass.Constexpr, x: ForwardContext, work: Work) -> None:
+    """Gives the list of a tile back. Whole warps call."""
+    if const_expr(variant.lists_ahead):
+        # HAZARD: one lane arrives for the warp, whose others may still be reading.
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            _give_back(x.ring, work.tile.slot)

@@ -1,0 +1,161 @@
+"""What find hands on in the Hopper forward: single faults, each found under one of some schedules.
+
+Not among them: a missing barrier of the lanes of a warp, which the emulator runs in step.
+"""
+
+import re
+
+import pytest
+from helpers.cases import Case, Dense, make
+from helpers.oracle import assert_close, tolerance
+from helpers.recording import build, needs_compiler, needs_dsl, prebuilt
+from test_split_keys import run
+
+from jax_fa.emulator import EmulationError, Options
+from jax_fa.emulator.faults import DeadlockError, UninitializedReadError
+from jax_fa.spec.config import choose_forward
+from jax_fa.spec.key import KernelKey
+
+pytestmark = [
+    needs_dsl,
+    needs_compiler,
+    pytest.mark.filterwarnings("default::DeprecationWarning"),  # of the DSL, within the DSL
+]
+
+KEY = KernelKey("sm_90a", "bfloat16", 64, 64, "general")
+CASE = Case("lists", q_len=900, kv_len=500, heads=4, kv_heads=2, dense=Dense("blocks", "NTS"))
+"""Ten tiles for each of two CTAs, whose lists differ: more than twice the lists of the ring."""
+LONG = Case("long_list", 1, 30, 4300, heads=1, kv_heads=1, dense=Dense("blocks", "NTS"))
+"""A list of 34 blocks, which two warps share."""
+LOAD, FIND, CONSUME = 0, 1, 4
+SCHEDULES = tuple(
+    Options(completion, starved=starved, max_segments=400_000)
+    for completion, starved in (
+        ("lazy", CONSUME),
+        ("eager", FIND + 1),
+        ("random", None),
+        ("eager", LOAD),
+    )
+)
+
+
+def find_fault(built, case=CASE):
+    """Runs a kernel under several schedules until one finds its fault, and raises that."""
+    operands = make(case, KEY.dtype).operands
+    wanted = tolerance(operands, case.semantics)
+    for schedule in SCHEDULES:
+        got = run(built, operands, case.semantics, num_splits=1, seed=1, options=schedule)
+        assert_close(got, wanted, KEY.dtype)
+
+
+def test_the_kernel_without_faults_passes(tmp_path):
+    built = prebuilt(tmp_path, "sm90.fwd", KEY, choose_forward(KEY))
+    for case in (CASE, LONG):
+        find_fault(built, case)
+
+
+def nobody_waits_for_a_list(lists):
+    """Roles read a list that is yet to be made."""
+    return {"_wait": lambda ring, number: None}
+
+
+def nobody_gives_a_list_back(lists):
+    """Find waits for ever."""
+    return {"_give_back": lambda ring, number: None}
+
+
+def a_list_is_given_back_before_it_is_read(lists):
+    """Find writes the list of a later tile over it."""
+    right, give_back = lists._wait, lists._give_back
+
+    def wrong(ring, number):
+        right(ring, number)
+        with lists.cute.arch.elect_one():
+            give_back(ring, number)
+
+    return {"_wait": wrong, "_give_back": lambda ring, number: None}
+
+
+def find_does_not_wait_until_a_list_is_read(lists):
+    """Find runs ahead of the ring."""
+    return {"PipelineAsync.producer_acquire": lambda self, *_, **__: None}
+
+
+def turns_of_the_ring_are_taken_for_each_other(lists):
+    """The parity of the other turn."""
+    right = lists._state
+
+    def wrong(ring, number):
+        return right(ring, number + ring.num_stages)
+
+    return {"_state": wrong}
+
+
+def the_list_of_the_tile_before_is_read(lists):
+    """One place back in the ring."""
+    right = lists.on_list
+
+    def wrong(variant, x, work):
+        return right(variant, x, work._replace(tile=work.tile._replace(slot=work.tile.slot - 1)))
+
+    return {"on_list": wrong}
+
+
+def find_tells_of_another_head_of_keys(lists):
+    """A word of what there is to do is that of another."""
+    right = lists.work_on
+
+    def wrong(variant, x, tile):
+        work = right(variant, x, tile)
+        return work._replace(tile=work.tile._replace(kv_head=work.tile.head))
+
+    return {"work_on": wrong}
+
+
+def a_block_less_is_counted(lists):
+    """Load and consumers take one step too few."""
+    right = lists.work_on
+
+    def wrong(variant, x, tile):
+        work = right(variant, x, tile)
+        return work._replace(num_blocks=work.num_blocks - 1)
+
+    return {"work_on": wrong}
+
+
+FAULTS = (
+    (nobody_waits_for_a_list, UninitializedReadError),
+    (nobody_gives_a_list_back, DeadlockError),
+    (a_list_is_given_back_before_it_is_read, (AssertionError, EmulationError)),
+    (find_does_not_wait_until_a_list_is_read, (AssertionError, EmulationError)),
+    (turns_of_the_ring_are_taken_for_each_other, UninitializedReadError),
+    (the_list_of_the_tile_before_is_read, (AssertionError, UninitializedReadError)),
+    (find_tells_of_another_head_of_keys, AssertionError),
+    (a_block_less_is_counted, AssertionError),
+)
+
+
+@pytest.mark.parametrize(("fault", "error"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_fault_is_found(tmp_path, monkeypatch, fault, error):
+    from jax_fa.kernels.sm90 import fwd_lists, fwd_roles
+
+    for name, wrong in fault(fwd_lists).items():
+        home, _, method = name.partition(".")
+        if method:
+            monkeypatch.setattr(getattr(fwd_lists, home), method, wrong)
+            continue
+        for module in (fwd_lists, fwd_roles):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, wrong)
+    built = build(tmp_path, "sm90.fwd", KEY, choose_forward(KEY))
+    with pytest.raises(error):
+        find_fault(built)
+
+
+def test_finders_that_do_not_wait_for_each_other_are_found(tmp_path):
+    """One tells what there is to do before the others have written their part of the list."""
+    built = prebuilt(tmp_path, "sm90.fwd", KEY, choose_forward(KEY))
+    ptx, count = re.subn(r"bar(rier)?\.sync\s+\d+, 96;", "", built.ptx)
+    assert count == 1
+    with pytest.raises((AssertionError, UninitializedReadError)):
+        find_fault(built._replace(ptx=ptx), LONG)
