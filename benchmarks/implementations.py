@@ -51,10 +51,18 @@ def arrays(workload: Workload) -> dict[str, np.ndarray]:
 
 
 def jax_runner(
-    attention: Callable[..., Any], workload: Workload, dtype: str, direction: Direction
+    attention: Callable[..., Any],
+    workload: Workload,
+    dtype: str,
+    direction: Direction,
+    inputs: dict[str, Any] | None = None,
 ) -> Program:
-    """A runner of anything with the signature of ``jax.nn.dot_product_attention``."""
-    inputs = {name: jnp.asarray(x, dtype) for name, x in arrays(workload).items()}
+    """A runner of anything with the signature of ``jax.nn.dot_product_attention``.
+
+    ``inputs`` are instead of ``arrays``.
+    """
+    if inputs is None:
+        inputs = {name: jnp.asarray(x, dtype) for name, x in arrays(workload).items()}
     apply = partial(attention, is_causal=workload.is_causal, local_window_size=workload.window)
 
     def forward(q: Any, k: Any, v: Any, dout: Any) -> Any:

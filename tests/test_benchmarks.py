@@ -1,6 +1,7 @@
 """The benchmarks count, time and report what they say."""
 
 import json
+import random
 from dataclasses import replace
 
 import jax
@@ -16,6 +17,7 @@ from benchmarks import (
     launch,
     memory,
     report,
+    sweep,
     timing,
     workloads,
 )
@@ -55,6 +57,31 @@ def test_start_up_and_calls_are_timed(capsys):
         "attention",
         "gradient",
     ]
+
+
+def test_a_sweep_is_of_shapes_that_both_take_and_names_those_that_are_slower(tmp_path):
+    source = random.Random(0)
+    shapes = [sweep.shape(source, number) for number in range(400)]
+    assert {x.name.split()[0] for x in shapes} == set(sweep.KINDS)
+    assert {x.name.split()[-1] for x in shapes} == {"full", "causal", "window"}
+    for x in shapes:
+        assert x.num_q_heads % x.num_kv_heads == 0
+        assert max(np.prod(shape) for shape in x.shapes().values()) <= 2**26
+    records = [
+        report.Record(x, "bfloat16", "forward", name, Samples((seconds,)))
+        for number, x in enumerate(shapes[:8])
+        for name, seconds in (("jax_fa", 2.0 if number == 3 else 0.5), ("cudnn", 1.0))
+    ]
+    lines = sweep.worst(records, 0.97)
+    assert lines == [
+        "forward: 8 shapes, 1.682 times cudnn in the geometric mean, 1 below 0.97",
+        f"  0.50  {shapes[3].name}",
+    ]
+    report.write_json(records, {"gpu": "a GPU, 1 MHz", "date": "today"}, tmp_path / "sweep.json")
+    again, about = sweep.stored(tmp_path / "sweep.json")
+    assert again == records
+    drawn = sweep.draw(again, about, tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").exists() or "matplotlib" in drawn[0]
 
 
 def test_exchanges_beside_kernels_are_counted(tmp_path):
