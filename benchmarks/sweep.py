@@ -1,9 +1,9 @@
 """``python -m benchmarks.sweep``: jax_fa and cuDNN in turns on random shapes, in search of a cliff.
 
 Self-attention, cross-attention, decoding and a few appended queries; full, causal and windowed
-masks; any head count and size that both take. Prints the worst shapes, writes all samples
-(sweep.json) and draws the speed over cuDNN's by the time that a shape takes (sweep.png). With
-``--stored FILE`` it prints and draws what an earlier run wrote.
+masks; any head count and size. Shapes that cuDNN refuses are named and left out. Prints the worst
+shapes, writes all samples (sweep.json) and draws the speed over cuDNN's by the time that a shape
+takes (sweep.png). With ``--stored FILE`` it prints and draws what an earlier run wrote.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _length(source: random.Random, least: int, most: int) -> int:
 
 
 def shape(source: random.Random, number: int) -> Workload:
-    """A random shape that cuDNN takes, too."""
+    """A random shape, of a head size that cuDNN takes, too."""
     kind = KINDS[number // 2 % len(KINDS)] if number % 2 else "self"
     heads, head_dim = source.choice(_HEADS), source.choice(_HEAD_DIMS)
     kv_heads = source.choice([x for x in range(1, heads + 1) if heads % x == 0])
@@ -185,15 +185,12 @@ def draw(records: Sequence[Record], about: dict[str, Any], path: Path) -> list[s
 def stored(path: Path) -> tuple[list[Record], dict[str, Any]]:
     """Records that an earlier run wrote, and what they are about."""
     content = json.loads(path.read_text())
-    records = [
-        Record(
-            Workload(**{**x["workload"], "window": x["workload"]["window"] and tuple(window)}),
-            *(x["dtype"], x["direction"], x["implementation"]),
-            timing.Samples(tuple(x["samples"]["seconds"])),
-        )
-        for x in content["records"]
-        for window in [x["workload"]["window"]]
-    ]
+    records = []
+    for x in content["records"]:
+        window = x["workload"].pop("window")
+        workload = Workload(**x["workload"], window=window and tuple(window))
+        samples = timing.Samples(tuple(x["samples"]["seconds"]))
+        records.append(Record(workload, x["dtype"], x["direction"], x["implementation"], samples))
     return records, content["machine"]
 
 

@@ -253,6 +253,14 @@ def check(results: Any, given: Given, dtype: str = "bfloat16") -> None:
 
 
 MANY = {"batch": 2, "q_len": 150, "kv_len": 270, "heads": 4, "kv_heads": 2}
+EVERYTHING: dict[str, Any] = {
+    "q_lengths": (150, 77),
+    "kv_lengths": (100, 270),
+    "q_offset": 5,
+    "window": (90, 40),
+    "dense": Dense("holes", "BNTS"),
+    **MANY,
+}
 CASES = (
     Biased(Case("all", **MANY)),
     Biased(Case("all", **MANY), dtype="float32"),
@@ -271,29 +279,8 @@ CASES = (
     Biased(Case("band", window=(10, 0), q_len=70, kv_len=133), dtype="float32"),
     Biased(Case("band", window=(10, 0), q_len=70, kv_len=133, heads=1, kv_heads=1)),
     Biased(Case("hidden_cap", soft_cap=2.0, **MANY), hides=2),
-    Biased(
-        Case(
-            "everything_whole",
-            q_lengths=(150, 77),
-            kv_lengths=(100, 270),
-            q_offset=5,
-            window=(90, 40),
-            dense=Dense("holes", "BNTS"),
-            **MANY,
-        ),
-    ),
-    Biased(
-        Case(
-            "everything",
-            q_lengths=(150, 77),
-            kv_lengths=(100, 270),
-            q_offset=5,
-            window=(90, 40),
-            dense=Dense("holes", "BNTS"),
-            **MANY,
-        ),
-        "TS",
-    ),
+    Biased(Case("everything_whole", **EVERYTHING)),
+    Biased(Case("everything", **EVERYTHING), "TS"),
 )
 
 
