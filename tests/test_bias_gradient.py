@@ -122,15 +122,16 @@ def test_on_the_cpu_it_is_a_call_of_its_own():
 def test_the_kernels_that_give_it_are_those_of_the_schema(arch):
     """On GPUs that run Hopper's own backward with a bias, and on no others."""
     target = Target("cuda", frozenset(variants.BY_NAME), arch.capabilities)
+    q, k, v, whole = structs()
     own, shared = (
-        gpu_kernel(Problem.of(Operands(*structs()[:3], bias=x), Semantics(0.1)), target, "bwd")
-        for x in (structs()[3], structs((1, N, T, S))[3])
+        gpu_kernel(Problem.of(Operands(q, k, v, bias=x), Semantics(0.1)), target, "bwd")
+        for x in (whole, structs((1, N, T, S))[3])
     )
     is_writer = (arch.kernels("bias").folder, "bwd") in schema.WRITERS_OF_DBIAS
     assert (own.gives_dbias, shared.gives_dbias) == (is_writer, False)
     assert is_writer == (arch == arch_named("sm90"))
+    problem = Problem.of(Operands(q, k, v, bias=whole), Semantics(0.1))
     for operation in ("fwd", "dbias"):
-        problem = Problem.of(Operands(*structs()[:3], bias=structs()[3]), Semantics(0.1))
         assert not gpu_kernel(problem, target, operation).gives_dbias
 
 
