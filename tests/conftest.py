@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-from pathlib import Path
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -83,12 +82,11 @@ def _shapes_are_checked():
 @pytest.fixture(autouse=True, scope="session")
 def _launches_are_remembered(request):
     """Those of ``implementation="emulated"``, where a folder for them is given."""
-    from helpers.remembered import FOLDER, Remembered
+    from helpers.remembered import memory
 
-    if not FOLDER:
+    if memory is None:
         yield
         return
-    memory = Remembered(Path(FOLDER))
     memory.prune()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("jax_fa.emulator.emulate", memory)

@@ -383,7 +383,7 @@ def test_an_entry_that_lacks_its_ptx_is_not_done(tmp_path):
 def test_sources_are_what_the_kernel_module_imports():
     names = {
         path.relative_to(Path(compiler.__file__).parents[1]).as_posix()
-        for path in compiler.sources(VARIANTS[0])
+        for path in compiler.sources(VARIANTS[0].module)
     }
     assert {"spec/band.py", "spec/config_sm90.py", "spec/abi.py", "kernels/sm90/fwd.py"} <= names
     assert {"aot/stand_ins.py", "spec/schema.py"} <= names

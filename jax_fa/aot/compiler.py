@@ -71,7 +71,7 @@ MAX_OPT_LEVEL = 3
 """Of the DSL, and its default."""
 
 _PACKAGE = Path(__file__).parents[1]
-_FAMILIES = _PACKAGE / "spec" / "arch.py"
+FAMILIES = _PACKAGE / "spec" / "arch.py"
 _CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward", "dbias": "choose_dbias"}
 _FORMAT = 2  # of cache entries; raised when this file would make others of the same inputs
 _CACHE_DAYS = 30
@@ -129,44 +129,50 @@ def choose_config(variant: Variant) -> Any:
     return getattr(config, _CHOICES[variant.operation])(variant.key)
 
 
-def sources(variant: Variant) -> list[Path]:
-    """The files of this package that the kernels of ``variant`` are made of.
+def sources(module: str) -> list[Path]:
+    """The files of this package that the variants of a kernel module are made of.
 
-    The module of its entry, what makes the arguments that it is compiled with, and imports of both;
-    but for the list of families, of which they read one row.
+    The module, what makes the arguments that it is compiled with, and imports of both; but for the
+    list of families, of which they read one row.
     """
     found: set[Path] = set()
-    entry = _PACKAGE.joinpath("kernels", *variant.module.split(".")).with_suffix(".py")
+    entry = _PACKAGE.joinpath("kernels", *module.split(".")).with_suffix(".py")
     pending = {entry, _PACKAGE / "aot" / "stand_ins.py"}
     while pending:
         path = pending.pop()
         found.add(path)
         pending |= _imports(path, path.stat().st_mtime_ns) - found
-    return sorted(found - {_FAMILIES})
+    return sorted(found - {FAMILIES})
 
 
 @functools.lru_cache(maxsize=256)
 def _imports(path: Path, _modified: int) -> frozenset[Path]:
     """Files of this package that the file at ``path`` imports."""
+    names = imported_names(path)
+    ours = (name.split(".")[1:] for name in names if name.startswith("jax_fa."))
+    files = {_PACKAGE.joinpath(*parts).with_suffix(".py") for parts in ours}
+    return frozenset(file for file in files if file.exists())
+
+
+def imported_names(path: Path) -> set[str]:
+    """Modules that the file at ``path`` imports, and what it imports of them, with dots between."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {f"{node.module}"}
-    ours = (name.split(".")[1:] for name in names if name.startswith("jax_fa."))
-    files = {_PACKAGE.joinpath(*parts).with_suffix(".py") for parts in ours}
-    return frozenset(file for file in files if file.exists())
+    return names
 
 
 def content_hash(variant: Variant, host: str) -> str:
     """Changes with everything that the object of ``variant`` depends on."""
     digest = hashlib.sha256()
-    for path in sources(variant):
+    for path in sources(variant.module):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     row = arch_named(variant.arch)
     digest.update(repr((_FORMAT, variant, row, choose_config(variant), HOSTS[host])).encode())
-    digest.update(repr(_dsl_distributions()).encode())
+    digest.update(repr(dsl_distributions()).encode())
     return digest.hexdigest()[:20]
 
 
@@ -358,7 +364,7 @@ def write_output(jobs: Sequence[Job], output: Path, keep_ptx: bool) -> None:
     _write_archives(digests, output)
     (output / "kernel_table.gen.cc").write_text(kernel_table.table(rows))
     report = {
-        "dsl": dict(_dsl_distributions()),
+        "dsl": dict(dsl_distributions()),
         "hosts": sorted({job.host for job in jobs}),
         "variants": records,
     }
@@ -429,7 +435,7 @@ def _dsl_version() -> str | None:
 
 
 @functools.cache
-def _dsl_distributions() -> list[tuple[str, str]]:
+def dsl_distributions() -> list[tuple[str, str]]:
     """(name, version) of the parts of the DSL; code generators of CUDA 12 and 13 are among them."""
     found = importlib.metadata.distributions()
     parts = ((part.metadata["Name"], part.version) for part in found)

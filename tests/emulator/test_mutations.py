@@ -21,13 +21,15 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import remembered
 from helpers.oracle import Results, assert_close, tolerance
-from helpers.recording import build, needs_compiler, needs_dsl, record
+from helpers.recording import key_of_build, needs_compiler, needs_dsl, prebuilt, record
+from helpers.remembered import emulate
 
 import jax_fa.kernels
 from jax_fa.aot import compiler
 from jax_fa.aot.stand_ins import stand_ins
-from jax_fa.emulator import Launch, Memory, Options, emulate
+from jax_fa.emulator import Launch, Memory, Options
 from jax_fa.emulator.faults import (
     AsyncHazardError,
     DeadlockError,
@@ -288,7 +290,7 @@ def kernel(tmp_path_factory) -> Kernel:
     values |= {"q_len": LENGTH, "kv_len": LENGTH, "num_q_heads": HEADS, "num_kv_heads": HEADS}
     values |= {"head_dim": KEY.head_dim, "value_dim": KEY.value_dim}
     values |= {"window_left": UNBOUNDED, "window_right": 0, "num_sms": 1}
-    built = build(tmp_path_factory.mktemp("sound"), "sm100.fwd", KEY, choose_forward(KEY))
+    built = prebuilt(tmp_path_factory.mktemp("sound"), "sm100.fwd", KEY, choose_forward(KEY))
     (launch,) = record(built, abi.FORWARD, values)
     return Kernel(built.ptx, launch, held, Operands(q, k, v))
 
@@ -334,12 +336,16 @@ def compiled(folder: Path, fault: Fault) -> str:
     """PTX of the kernel with a fault in its source."""
     import cutlass.cute as cute
 
-    compiler._preload_runtime()
-    with edited_kernels(folder, fault):
-        forward = importlib.import_module("jax_fa.kernels.sm100.fwd")
-        entry = forward.make_entry(KEY, choose_forward(KEY))
-        options = f"--gpu-arch {KEY.arch} --keep-ptx --dump-dir {folder}"
-        cute.compile(entry, *stand_ins("fwd", KEY.dtype), options=options)
+    config = choose_forward(KEY)
+    kept = key_of_build("sm100.fwd", KEY, config, fault.name)
+    if not remembered.bring_back(kept, folder):
+        compiler._preload_runtime()
+        with edited_kernels(folder, fault):
+            forward = importlib.import_module("jax_fa.kernels.sm100.fwd")
+            entry = forward.make_entry(KEY, config)
+            options = f"{compiler.options_of(KEY, config)} --dump-dir {folder}"
+            cute.compile(entry, *stand_ins("fwd", KEY.dtype), options=options)
+        remembered.keep(kept, [*folder.glob("*.ptx")])
     (ptx,) = folder.glob("*.ptx")
     return ptx.read_text()
 

@@ -1,14 +1,22 @@
 """A launch is remembered if nothing differs that it depends on, and only then."""
 
+import os
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import recording
+from helpers import remembered as remembered_module
 from helpers.ptx_kernels import kernel
+from helpers.recording import key_of_build
 from helpers.remembered import Remembered
 
+from jax_fa.aot import compiler
 from jax_fa.emulator import EmulationError, Launch, Memory, Options, emulate
+from jax_fa.spec.config import choose_forward
+from jax_fa.spec.key import KernelKey
 
 # Takes x to y, 32 words; of its parameters it leaves one, and the last bytes of another, unread.
 BODY = """
@@ -114,3 +122,49 @@ def test_what_no_run_used_for_long_is_deleted(remembered, monkeypatch):
     monkeypatch.setattr("helpers.remembered.DAYS", -1)
     remembered.prune()
     assert not list(remembered.folder.iterdir())
+
+
+def test_files_are_brought_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(remembered_module, "FOLDER", str(tmp_path / "kept"))
+    made, wanted = tmp_path / "made", tmp_path / "wanted"
+    made.mkdir(), wanted.mkdir()
+    (made / "k.o").write_bytes(b"code")
+    remembered_module.keep("key", [made / "k.o"])
+    assert remembered_module.bring_back("key", wanted)
+    assert (wanted / "k.o").read_bytes() == b"code"
+    assert not remembered_module.bring_back("other", wanted)
+    monkeypatch.setattr(remembered_module, "FOLDER", "")
+    assert not remembered_module.bring_back("key", wanted)
+
+
+def test_a_build_is_remembered_of_its_sources_and_its_test(tmp_path, monkeypatch):
+    key = KernelKey("sm_90a", "bfloat16", 64, 64, "full")
+    source, config = tmp_path / "source.py", choose_forward(key)
+    source.write_text("as it was")
+    monkeypatch.setattr(compiler, "sources", lambda module: [source])
+
+    def of_build(name="fault", module="sm90.fwd", key=key, config=config):
+        return key_of_build(module, key, config, name)
+
+    first = of_build()
+    others = [of_build("another"), of_build(module="sm90.bwd")]
+    others += [of_build(key=replace(key, dtype="float16")), of_build(config=None)]
+    source.write_text("changed")
+    others.append(of_build())
+    source.write_text("as it was")
+    assert of_build() == first
+    ours = os.environ["PYTEST_CURRENT_TEST"]
+    for test in ("test_remembered.py::test_other (call)", "test_barriers.py::test (call)"):
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", f"tests/emulator/{test}")
+        others.append(of_build())
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", ours)
+    assert len({first, *others}) == 1 + len(others)
+
+
+def test_a_build_is_remembered_of_what_its_test_imports(tmp_path):
+    """Such as a helper, and what that imports, but nothing of another folder."""
+    files = recording.sources_of_test(Path(__file__))
+    names = {path.relative_to(recording.TESTS).as_posix() for path in files}
+    assert {"emulator/test_remembered.py", "helpers/recording.py"} <= names
+    assert {"helpers/remembered.py", "helpers/ptx_kernels.py"} <= names
+    assert not [name for name in names if name.startswith("kernels/")]

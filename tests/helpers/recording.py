@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from helpers import remembered
 from jax_fa.aot import compiler
 from jax_fa.aot.stand_ins import stand_ins
 from jax_fa.emulator import Launch
@@ -24,6 +26,8 @@ from jax_fa.emulator.ptx import parse
 from jax_fa.spec.abi import Param
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.variants import VARIANTS
+
+TESTS = Path(__file__).parents[1]
 
 needs_dsl = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason=f"needs {compiler.DSL_REQUIREMENT}"
@@ -89,8 +93,49 @@ class Built(NamedTuple):
     prefix: str
 
 
-def build(folder: Path, module: str, key: KernelKey, config: Any) -> Built:
-    """Compiles the variant ``key`` of a kernel module such as "sm100.fwd"."""
+def build(
+    folder: Path, module: str, key: KernelKey, config: Any, remember_as: str | None = None
+) -> Built:
+    """Compiles the variant ``key`` of a kernel module such as "sm100.fwd".
+
+    What a test has changed in that may depend on the test and on ``remember_as`` only: under both,
+    the result is remembered (``remembered.py``).
+    """
+    kept = None if remember_as is None else key_of_build(module, key, config, remember_as)
+    if kept is None or not remembered.bring_back(kept, folder):
+        _compile(folder, module, key, config)
+        if kept is not None:
+            remembered.keep(kept, [*folder.glob("k.[oh]"), *folder.glob("*.ptx")])
+    return _linked(folder, "k")
+
+
+def key_of_build(module: str, key: KernelKey, config: Any, name: str) -> str:
+    """Changes with all that a build by the test that runs depends on, and with ``name``."""
+    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+    options = (compiler.options_of(key, config), compiler.dsl_distributions(), platform.machine())
+    digest = hashlib.sha256(repr((test, name, module, key, config, options)).encode())
+    own = TESTS.parent / test.partition("::")[0]
+    for path in (*compiler.sources(module), compiler.FAMILIES, *sources_of_test(own)):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def sources_of_test(own: Path) -> list[Path]:
+    """The file of a test, and those of ``tests`` that it imports."""
+    found, pending = set[Path](), {own}
+    while pending:
+        path = pending.pop()
+        found.add(path)
+        parts = [name.split(".") for name in compiler.imported_names(path)]
+        files = {
+            home.joinpath(*x).with_suffix(".py") for x in parts for home in (own.parent, TESTS)
+        }
+        pending |= {file for file in files if file.exists()} - found
+    return sorted(found)
+
+
+def _compile(folder: Path, module: str, key: KernelKey, config: Any) -> None:
+    """Leaves the object, header and PTX of a variant in ``folder``."""
     import cutlass.cute as cute
 
     compiler._preload_runtime()
@@ -101,7 +146,6 @@ def build(folder: Path, module: str, key: KernelKey, config: Any) -> Built:
     arguments = stand_ins(operation, key.dtype)
     cute.compile(entry, *arguments, options=options).export_to_c(str(folder), "k", "k")
     gc.collect()  # few objects, but of the compiler's memory
-    return _linked(folder, "k")
 
 
 def prebuilt(folder: Path, module: str, key: KernelKey, config: Any) -> Built:

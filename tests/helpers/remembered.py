@@ -1,12 +1,14 @@
 """Emulated launches that passed before are not run again: ``JAX_FA_LAUNCH_CACHE=FOLDER``.
 
+Nor are kernels that a test has made faulty compiled again (``recording.build``).
+
 An emulated launch depends on its PTX, its parameters, the memory that it finds, its schedule, and
 the emulator. What it made of memory, and its report, are kept under a hash of all these; whatever
 a test then says about the results, it says anew. The names of kernels do not count, so that a
-change of sources that compiles to the same text runs nothing. Faults are not kept. Only launches
-of ``implementation="emulated"`` are: tests that call ``emulate`` themselves run it.
+change of sources that compiles to the same text runs nothing. Faults are not kept. Launches of
+``implementation="emulated"`` are, and those that tests make by ``emulate`` of this module.
 
-Without the variable every launch runs.
+Without the variable every launch runs, and every kernel is compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import numpy as np
 
 import jax_fa.emulator
 from jax_fa.aot.compare import without_names
-from jax_fa.emulator import Launch, Memory, Options, Report, emulate, native
+from jax_fa.emulator import Launch, Memory, Options, Report, native
 
 FOLDER = os.environ.get("JAX_FA_LAUNCH_CACHE", "")
 DAYS = 14
@@ -53,7 +55,7 @@ class Remembered:
         counts: launches "remembered" and "run".
     """
 
-    def __init__(self, folder: Path, run: Callable[..., Report] = emulate) -> None:
+    def __init__(self, folder: Path, run: Callable[..., Report] = jax_fa.emulator.emulate) -> None:
         self.folder, self.counts = folder, Counter[str]()
         self._run = run
 
@@ -96,6 +98,30 @@ class Remembered:
             with contextlib.suppress(FileNotFoundError):  # Another worker was first.
                 if path.stat().st_mtime < oldest:
                     path.unlink()
+
+
+memory = Remembered(Path(FOLDER)) if FOLDER else None
+"""That of this process."""
+
+emulate: Callable[..., Report] = memory or jax_fa.emulator.emulate
+
+
+def bring_back(key: str, folder: Path) -> bool:
+    """Writes the files that are kept under ``key`` to ``folder``; whether there are any."""
+    path = Path(FOLDER) / f"{key}.files"
+    if not FOLDER or not path.exists():
+        return False
+    for name, content in pickle.loads(zlib.decompress(path.read_bytes())).items():
+        (folder / name).write_bytes(content)
+    path.touch()
+    return True
+
+
+def keep(key: str, files: Sequence[Path]) -> None:
+    """Keeps ``files`` under ``key``."""
+    if FOLDER:
+        contents = {path.name: path.read_bytes() for path in files}
+        _write(Path(FOLDER) / f"{key}.files", zlib.compress(pickle.dumps(contents), 1))
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -15,8 +15,9 @@ import pytest
 from helpers.cases import Case, Dense, documents, make
 from helpers.oracle import ULP, Values, complaint, shown, visible
 from helpers.recording import build, needs_compiler, needs_dsl, prebuilt, record
+from helpers.remembered import emulate
 
-from jax_fa.emulator import EmulationError, Memory, Options, emulate
+from jax_fa.emulator import EmulationError, Memory, Options
 from jax_fa.spec import abi, schema, scratch
 from jax_fa.spec.arch import Operation
 from jax_fa.spec.config import choose_backward, choose_dbias, choose_forward
@@ -640,7 +641,7 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, operation, biased, fault):
         *path, name = place.split(".")
         home = functools.reduce(getattr, path, modules)
         monkeypatch.setattr(home, name, wrong)
-    built = build(tmp_path, MODULES[operation], KEY, CHOICES[operation](KEY))
+    built = build(tmp_path, MODULES[operation], KEY, CHOICES[operation](KEY), fault.__name__)
     given = given_of(biased)
     with pytest.raises((AssertionError, EmulationError)):
         check(call(built, operation, given), given)

@@ -185,7 +185,8 @@ def test_a_bit_of_a_long_list_stands_for_several_blocks(tmp_path, monkeypatch, m
     from jax_fa.kernels import dense_mask
 
     monkeypatch.setattr(dense_mask, "LIST_BLOCKS", 3)
-    built = build(tmp_path, module, *asked(module))
+    key, config = asked(module)
+    built = build(tmp_path, module, key, config, "lists of 3 blocks")
     for case in (BLOCKS, WINDOW):
         check(module, built, case)
 
@@ -202,6 +203,6 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, module, case, fault):
                 monkeypatch.setattr(home, name, wrong)
     family, operation = module.split(".")
     key = replace(KEYS[family], head_dim=case.head_dim, value_dim=case.out_dim)
-    built = build(tmp_path, module, key, CHOICES[operation](key))
+    built = build(tmp_path, module, key, CHOICES[operation](key), fault.__name__)
     with pytest.raises(AssertionError, match="error"):
         check(module, built, case)

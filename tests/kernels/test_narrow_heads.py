@@ -166,12 +166,12 @@ def check(module, built):
     assert_close(got, expected, "bfloat16")
 
 
-def made(folder, module):
-    """The kernel of a module for heads of 64."""
+def made(folder, module, fault):
+    """The kernel of a module for heads of 64, with what is wrong in it."""
     target = {"mma_sync": "sm_80", "sm90": "sm_90a"}[module.split(".")[0]]
     key = KernelKey(target, "bfloat16", 64, 64, "full")
     choose = choose_backward if module.endswith("bwd") else choose_forward
-    return build(folder, module, key, choose(key))
+    return build(folder, module, key, choose(key), fault)
 
 
 @needs_dsl
@@ -189,7 +189,7 @@ def made(folder, module):
 def test_a_fault_is_noticed(tmp_path, monkeypatch, module, fault):
     with monkeypatch.context() as patch:
         fault(patch)
-        built = made(tmp_path, module)
+        built = made(tmp_path, module, fault.__name__)
     with pytest.raises((AssertionError, EmulationError)):
         check(module, built)
 
@@ -199,4 +199,4 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, module, fault):
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @pytest.mark.parametrize("module", ["mma_sync.fwd", "mma_sync.bwd", "sm90.fwd", "sm90.bwd"])
 def test_kernels_without_a_fault_are_right(tmp_path, module):
-    check(module, made(tmp_path, module))
+    check(module, made(tmp_path, module, "none"))

@@ -9,10 +9,11 @@ import pytest
 from helpers.cases import Case, make
 from helpers.oracle import Results, assert_close, tolerance
 from helpers.recording import build, needs_compiler, needs_dsl, prebuilt, record
+from helpers.remembered import emulate
 
 from jax_fa.analysis import roofline
 from jax_fa.analysis.plan_ledger import ledger
-from jax_fa.emulator import EmulationError, Memory, Options, emulate
+from jax_fa.emulator import EmulationError, Memory, Options
 from jax_fa.kernels.edges import (
     SMEM_CAPACITY_BYTES,
     Edge,
@@ -542,7 +543,7 @@ def test_overlapping_columns_of_tensor_memory_spoil_the_result(tmp_path, monkeyp
     with pytest.raises(PlanError, match="dk and dq overlap"):
         check(spoilt)
     monkeypatch.setattr(bwd, "backward_plan", lambda *_: spoilt)
-    built = build(tmp_path, "sm100.bwd", key, choose_backward(key))
+    built = build(tmp_path, "sm100.bwd", key, choose_backward(key), "overlap")
     case = Case("sweep", q_len=256, kv_len=128, heads=1, kv_heads=1)
     with pytest.raises((EmulationError, AssertionError), match="dk: error|while"):
         got, wanted, *_ = call(built, case)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from helpers.oracle import Results, assert_close, tolerance
 from helpers.recording import needs_compiler, needs_dsl, prebuilt, record
+from helpers.remembered import emulate
 
 from jax_fa.analysis import roofline
 from jax_fa.analysis.plan_ledger import ledger
-from jax_fa.emulator import Memory, emulate
+from jax_fa.emulator import Memory
 from jax_fa.kernels.edges import (
     REGISTERS_PER_SM,
     SMEM_CAPACITY_BYTES,

@@ -147,7 +147,7 @@ def test_a_fault_is_found(tmp_path, monkeypatch, fault, error):
         for module in (fwd_lists, fwd_roles):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, wrong)
-    built = build(tmp_path, "sm90.fwd", KEY, choose_forward(KEY))
+    built = build(tmp_path, "sm90.fwd", KEY, choose_forward(KEY), fault.__name__)
     with pytest.raises(error):
         find_fault(built)
 

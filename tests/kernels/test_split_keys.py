@@ -9,8 +9,9 @@ import pytest
 from helpers.cases import BY_NAME, make
 from helpers.oracle import Results, assert_close, tolerance
 from helpers.recording import needs_compiler, needs_dsl, prebuilt, record
+from helpers.remembered import emulate
 
-from jax_fa.emulator import Memory, emulate
+from jax_fa.emulator import Memory
 from jax_fa.runtime import dispatch
 from jax_fa.runtime.dispatch import Target
 from jax_fa.spec import abi, division, schema, scratch, variants

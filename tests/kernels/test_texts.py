@@ -34,7 +34,7 @@ def test_an_architecture_borrows_the_text_that_it_would_compile(arch, variant, t
         folder = tmp_path / str(number)
         folder.mkdir()
         own = replace(variant, key=replace(variant.key, arch=target))
-        made = build(folder, variant.module, own.key, compiler.choose_config(own))
+        made = build(folder, variant.module, own.key, compiler.choose_config(own), target)
         assert f".target {target}" in made.ptx
         texts.append(without_names(made.ptx))
     assert not first_difference(*texts)
