@@ -9,6 +9,7 @@ H200 holds (60 MB): it is not flushed.
 from __future__ import annotations
 
 import argparse
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks import figures, implementations, report, workloads
 from benchmarks.report import SUBJECT, Record
@@ -129,7 +129,7 @@ def goals(records: Sequence[Record], matmul: float) -> list[str]:
         }
         if not ratios:
             continue
-        mean = float(np.exp(np.mean(np.log(list(ratios.values())))))
+        mean = statistics.geometric_mean(ratios.values())
         worst = min(ratios, key=lambda name: ratios[name])
         verdict = "met" if mean >= least_mean and ratios[worst] >= least_point else "MISSED"
         lines.append(

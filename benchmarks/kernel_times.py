@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -100,9 +100,9 @@ def table(ours: Sequence[float], theirs: Sequence[float]) -> str:
         lines.append(f"{start} | {own:.0f} | {other:.0f} | {ratio:.2f} |")
     by_size = itertools.groupby(zip(POINTS, ratios, strict=True), lambda pair: pair[0].head_dim)
     for head_dim, pairs in by_size:
-        logs = [math.log(ratio) for _, ratio in pairs]
-        mean, least = math.exp(sum(logs) / len(logs)), math.exp(min(logs))
-        lines.append(f"\nD = {head_dim}: geometric mean {mean:.3f}, least {least:.3f}")
+        found = [ratio for _, ratio in pairs]
+        mean = statistics.geometric_mean(found)
+        lines.append(f"\nD = {head_dim}: geometric mean {mean:.3f}, least {min(found):.3f}")
     return "\n".join(lines)
 
 

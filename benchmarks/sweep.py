@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import random
+import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 import jax_fa
 from benchmarks import figures, gpu, implementations, report, timing
@@ -142,11 +142,10 @@ def worst(records: Sequence[Record], least: float) -> list[str]:
         }
         if not ratios:
             continue
-        values = np.array(list(ratios.values()))
-        mean = float(np.exp(np.log(values).mean()))
+        mean = statistics.geometric_mean(ratios.values())
         slower = sorted((ratio, name) for name, ratio in ratios.items() if ratio < least)
         lines.append(
-            f"{direction}: {len(values)} shapes, {mean:.3f} times {gpu.PEER} in the geometric "
+            f"{direction}: {len(ratios)} shapes, {mean:.3f} times {gpu.PEER} in the geometric "
             f"mean, {len(slower)} below {least}"
         )
         lines += [f"  {ratio:.2f}  {name}" for ratio, name in slower]
