@@ -31,9 +31,9 @@ def ledger(plan: Plan) -> str:
         full, empty = arrivals(plan, edge, "full"), arrivals(plan, edge, "empty")
         size = f" x {edge.stage_bytes} bytes" if edge.stage_bytes else ""
         drained = f"  empty({empty}): {edge.empty}" if edge.empty else ""
-        between = "=>" if plan.crosses(edge) else "->"
+        between, consumers = "=>" if plan.crosses(edge) else "->", " and ".join(edge.consumers)
         lines.append(
-            f"{edge.data:4s} {edge.producer} {between} {edge.consumer}  {edge.stages}{size}  "
+            f"{edge.data:4s} {edge.producer} {between} {consumers}  {edge.stages}{size}  "
             f"full({full}): {edge.full}{drained}"
         )
     for buffer in plan.buffers:

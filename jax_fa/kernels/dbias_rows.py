@@ -241,7 +241,6 @@ def sum_rows(variant: cutlass.Constexpr, x: Any, c: Any, sums: cute.Tensor) -> N
 def meet(variant: Variant, name: str) -> None:
     """Waits for all that own rows: at a barrier of the plan or, where there is none, of the CTA."""
     if variant.plan.barriers:
-        barrier = variant.plan.barrier(name)
-        cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
+        primitives.meet(variant, name)
     else:
         cute.arch.sync_threads()

@@ -2,7 +2,7 @@
 
 The arrays are those of ``schema.py``: for every query row words of 32 keys, and a map of cells, 16
 rows by 16 keys each, in two planes: whether a cell shows any pair, and whether it shows all. From
-the map a CTA makes, once for its tile, a list in shared memory of two bits for each block of the
+the map a CTA makes a list in shared memory for each of its tiles, of two bits for each block of the
 side that the tile sweeps: whether to visit it, and whether to mask it. Every role walks the list.
 
 HAZARD: arrays may hold anything, and rows may lie beyond the last: every index is clamped.

@@ -65,7 +65,7 @@ class Edge:
     Attributes:
         data: what it carries; the name by which roles know it.
         producer: role that fills it.
-        consumer: role that drains it; several, joined by " and ", all drain it.
+        consumer: role that drains it, or several, which all do.
         stages: buffers in the ring.
         stage_bytes: what one TMA load adds to the full barrier; a pair's CTAs add as much each. 0
             where TMA does not fill it.
@@ -77,12 +77,17 @@ class Edge:
 
     data: str
     producer: str
-    consumer: str
+    consumer: str | tuple[str, ...]
     stages: int = 1
     stage_bytes: int = 0
     full: str = ""
     empty: str = ""
     kind: EdgeKind = "tma"
+
+    @property
+    def consumers(self) -> tuple[str, ...]:
+        """Roles that drain it."""
+        return (self.consumer,) if isinstance(self.consumer, str) else self.consumer
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,8 @@ class Plan:
 
     def crosses(self, edge: Edge) -> bool:
         """True if an edge connects a role of the first CTA with one of both."""
-        ends = self.role(edge.producer), self.role(edge.consumer)
-        return self.ctas > 1 and ends[0].leader_only != ends[1].leader_only
+        ends = {self.role(name).leader_only for name in (edge.producer, *edge.consumers)}
+        return self.ctas > 1 and len(ends) > 1
 
     @property
     def tmem(self) -> tuple[Any, ...]:
@@ -181,7 +186,7 @@ def arrivals(plan: Plan, edge: Edge, side: Literal["full", "empty"]) -> int:
         return 1
     if side == "empty" and not edge.empty:
         return 0
-    names = (edge.producer if side == "full" else edge.consumer).split(" and ")
+    names = (edge.producer,) if side == "full" else edge.consumers
     warps = sum(len(plan.role(name).warps) for name in names)
     return warps * (plan.ctas if plan.ctas > 1 and plan.crosses(edge) else 1)
 
@@ -202,7 +207,7 @@ def check(plan: Plan) -> None:
             if buffer.size_bytes > host.size_bytes:
                 raise PlanError(f"{buffer.name} is larger than {host.name}, which it overlays")
     for edge in plan.edges:
-        for name in (edge.producer, *edge.consumer.split(" and ")):
+        for name in (edge.producer, *edge.consumers):
             plan.role(name)
         if not edge.full:
             raise PlanError(f"{edge.data}: a passed full barrier has to promise something")

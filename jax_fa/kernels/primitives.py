@@ -1,7 +1,7 @@
 """Layouts of arrays and shared memory, TMA, and the inline PTX that kernels of all families use."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
@@ -220,3 +220,15 @@ def tma_views(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> TmaV
             cute.group_modes(gmem, 0, 2),
         )
     )
+
+
+def meet(variant: Any, name: str, further: Int32 | int = 0) -> None:
+    """Arrives at a named barrier, or one so many further on, and waits there for the others."""
+    barrier = variant.plan.barrier(name)
+    cute.arch.barrier(barrier_id=barrier.index + further, number_of_threads=barrier.threads)
+
+
+def arrive(variant: Any, name: str, further: Int32 | int = 0) -> None:
+    """Arrives at a named barrier, as ``meet``, and goes on."""
+    barrier = variant.plan.barrier(name)
+    cute.arch.barrier_arrive(barrier_id=barrier.index + further, number_of_threads=barrier.threads)

@@ -205,9 +205,8 @@ def _step(
     cute.arch.fence_view_async_tmem_load()
     if const_expr(variant.p_moves):
         # HAZARD: P of the second warpgroup goes where S of the first one was.
-        read = variant.plan.barrier("read")
         umma.before_thread_sync()
-        cute.arch.barrier(barrier_id=read.index, number_of_threads=read.threads)
+        primitives.meet(variant, "read")
         umma.after_thread_sync()
     lse2 = x.smem.stats[None, 0, stats_full.index]
     for j in cutlass.range_constexpr(half_q // CHUNK):

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
-from jax_fa.kernels import edges
+from jax_fa.kernels import edges, primitives
 from jax_fa.kernels.backward_work import Work, first_step, next_step, tile_at, work_on
 from jax_fa.kernels.sm100 import bwd_instructions, clusters, umma
 from jax_fa.kernels.sm100.bwd_work import (
@@ -272,12 +272,12 @@ def send_ds(variant: cutlass.Constexpr, x: BackwardContext, part: Int32, half: P
     here: they may arrive before that, but not before the phase of the last ones is over, since
     those were multiplied (edge ds, "empty") before the other CTA wrote these.
     """
-    ctas, out = variant.plan.ctas, variant.plan.barrier("out")
+    ctas = variant.plan.ctas
     size_bytes = variant.plan.edge("half").stage_bytes
     rank = clusters.rank_in_cluster(ctas)
     source, target = (x.smem.ds_parts[None, None, i].iterator for i in (ctas, rank))
     if part == ctas:
-        cute.arch.barrier(barrier_id=out.index, number_of_threads=out.threads)
+        primitives.meet(variant, "out")
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp % edges.WARPS_PER_GROUP == 0:
             barrier = half.acquire(Boolean(True)).barrier

@@ -136,7 +136,7 @@ def pipes_of(
     held = {
         edge.data: ends.producers[i] if edge.producer == role else ends.consumers[i]
         for i, edge in enumerate(plan.edges)
-        if role in (edge.producer, edge.consumer)
+        if role in (edge.producer, *edge.consumers)
     }
     number = "" if tile is None else str(tile)
     return bundle(*(held.get(name + number) for name in bundle._fields))
@@ -158,8 +158,7 @@ def free_tmem(
     if const_expr(plan.ctas == 2):
         _cluster_sync()
     else:
-        done = plan.barrier("done")
-        cute.arch.barrier(barrier_id=done.index, number_of_threads=done.threads)
+        primitives.meet(variant, "done")
     if warp == plan.role(tmem_role).warps.start:
         cute.arch.dealloc_tmem(tmem, tensor_plan.TMEM_COLS, plan.ctas == 2)
 

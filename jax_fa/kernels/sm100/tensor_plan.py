@@ -74,10 +74,13 @@ def _check_pair(plan: Plan) -> None:
             continue
         if edge.kind == "tma":
             raise PlanError(f"{edge.data} crosses the pair, where only tcgen05 drains a TMA load")
-        by_threads = {"full": edge.producer, "empty": edge.consumer if edge.empty else ""}
-        for side, name in by_threads.items():
-            if name and side not in BY_HARDWARE[edge.kind] and plan.role(name).leader_only:
-                raise PlanError(f"{edge.data}: threads of {name} arrive in one CTA, not in both")
+        by_threads = {"full": (edge.producer,), "empty": edge.consumers if edge.empty else ()}
+        for side, names in by_threads.items():
+            leaders = [name for name in names if plan.role(name).leader_only]
+            if leaders and side not in BY_HARDWARE[edge.kind]:
+                raise PlanError(
+                    f"{edge.data}: threads of {leaders[0]} arrive in one CTA, not in both"
+                )
 
 
 def _check_tmem(plan: TensorPlan) -> None:

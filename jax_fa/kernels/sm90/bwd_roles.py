@@ -152,7 +152,7 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
         tile = tile_at(variant, x, tile.slot + 1)
     if const_expr(variant.config.stages_dq != "never"):
         if x.scalars.deterministic != 0:
-            meet(variant, "dq_free")
+            primitives.meet(variant, "dq_free")
     if const_expr(variant.config.stages_dq == "always"):
         # HAZARD: the CTA may not end, and its shared memory go, before all of it has been added.
         cute.arch.cp_async_bulk_wait_group(0)
@@ -174,19 +174,7 @@ def zero_fill(variant: cutlass.Constexpr, c: BackwardConsumer, tile: cute.Tensor
         words[i // columns, i % columns] = Int32(0)
     # HAZARD: these writes go through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
-    meet(variant, "zero_filled")
-
-
-def meet(variant: BackwardVariant, name: str) -> None:
-    """Arrives at a named barrier of the plan, and waits there for the others."""
-    barrier = variant.plan.barrier(name)
-    cute.arch.barrier(barrier_id=barrier.index, number_of_threads=barrier.threads)
-
-
-def arrive(variant: BackwardVariant, name: str) -> None:
-    """Arrives at a named barrier of the plan, and goes on."""
-    barrier = variant.plan.barrier(name)
-    cute.arch.barrier_arrive(barrier_id=barrier.index, number_of_threads=barrier.threads)
+    primitives.meet(variant, "zero_filled")
 
 
 class Stepped(NamedTuple):
@@ -261,7 +249,7 @@ def step(
         fragments.multiply(c.dv_mma, c.dv, as_operand(variant, c.dv_mma, p), dout_rows, True)
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
-    meet(variant, "ds")
+    primitives.meet(variant, "ds")
 
     dq = c.dq_mma.make_fragment_C(c.dq_mma.partition_shape_C(variant.dq_shape))
     fragments.multiply(c.dq_mma, dq, c.ds[None, None, None, at.parity], c.k_rows, False)
@@ -391,7 +379,7 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
     """
     is_staged = const_expr(variant.config.stages_dq != "never")
     if const_expr(is_staged):
-        arrive(variant, "dq_free")
+        primitives.arrive(variant, "dq_free")
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
@@ -399,11 +387,11 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
         for _ in cutlass.range(work.num_steps, unroll=1):
             await_turn(variant, x, work, at, 1)
             if const_expr(is_staged):
-                meet(variant, "dq_staged")
+                primitives.meet(variant, "dq_staged")
                 reduce_staged(variant, x, work, at)
             else:
-                arrive(variant, "dq_acquired")
-                meet(variant, "dq_reduced")
+                primitives.arrive(variant, "dq_acquired")
+                primitives.meet(variant, "dq_reduced")
             # HAZARD: every addition must be visible before the next key block acquires. The
             # consumers added before the barrier, hence before this release.
             pass_turn(variant, x, work, at)
@@ -422,7 +410,7 @@ def reduce_staged(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     # HAZARD: one lane issued the addition and waits for it; the others must wait for that lane.
     cute.arch.sync_warp()
-    arrive(variant, "dq_free")
+    primitives.arrive(variant, "dq_free")
     cute.arch.cp_async_bulk_wait_group(0)
     cute.arch.sync_warp()
 
@@ -452,14 +440,14 @@ def reduce_dq(
     """Adds this consumer's part of dQ to the sums, in a deterministic run in its turn."""
     stages = variant.config.stages_dq
     if const_expr(deterministic and stages == "never"):
-        meet(variant, "dq_acquired")
+        primitives.meet(variant, "dq_acquired")
         add_dq(variant, x, c, part)
-        arrive(variant, "dq_reduced")
+        primitives.arrive(variant, "dq_reduced")
     elif const_expr(deterministic):
         # HAZARD: the part of the step before must have been read before this one takes its place.
-        meet(variant, "dq_free")
+        primitives.meet(variant, "dq_free")
         stage_dq(variant, x, c, part.values)
-        arrive(variant, "dq_staged")
+        primitives.arrive(variant, "dq_staged")
     elif const_expr(stages == "always"):
         add_staged(variant, x, c, part)
     else:

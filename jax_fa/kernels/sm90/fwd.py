@@ -37,7 +37,7 @@ from jax_fa.kernels.sm90.fwd_work import (
     ForwardSmem,
     make_layouts,
 )
-from jax_fa.kernels.sm90.plan import LIST_WORDS, forward_plan, num_lists
+from jax_fa.kernels.sm90.plan import TOLD_WORDS, forward_plan, num_lists
 from jax_fa.spec.config_sm90 import HopperForward
 from jax_fa.spec.key import KernelKey
 
@@ -63,13 +63,13 @@ def kernel(
         v_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("v").stages]
         zero_fill: cute.struct.MemRange[Int64, 1]
         list_barriers: cute.struct.MemRange[Int64, 2 * stages]
-        lists: cute.struct.MemRange[Int32, LIST_WORDS * stages]
+        lists: cute.struct.MemRange[Int32, TOLD_WORDS * stages]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
 
     storage = SmemAllocator().allocate(Storage)
-    found = storage.lists.get_tensor(cute.make_layout((LIST_WORDS, stages)))
+    found = storage.lists.get_tensor(cute.make_layout((TOLD_WORDS, stages)))
     smem = ForwardSmem(
         q=primitives.smem_tensor(storage.q, layouts.q),
         k=primitives.smem_tensor(storage.k, layouts.k),

@@ -6,12 +6,15 @@ see, and which blocks a dense mask shows them. For each tile a place in a ring h
 general mask have little to find out: there every role does so by itself.
 """
 
+from itertools import islice
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 from cutlass.pipeline import PipelineAsync, PipelineState
 
-from jax_fa.kernels import dense_mask, edges, tiles
+from jax_fa.kernels import dense_mask, edges, primitives, tiles
 from jax_fa.kernels.forward_work import (
     Variant,
     Work,
@@ -22,6 +25,7 @@ from jax_fa.kernels.forward_work import (
     work_on,
 )
 from jax_fa.kernels.sm90.fwd_work import ForwardContext
+from jax_fa.kernels.sm90.plan import WORK_WORDS
 from jax_fa.spec.band import Blocks, Window
 from jax_fa.spec.division import FOUND_WORDS
 
@@ -49,18 +53,18 @@ def find(variant: cutlass.Constexpr, x: ForwardContext) -> None:
 @cute.jit
 def make_list(variant: cutlass.Constexpr, x: ForwardContext, tile: tiles.Tile) -> None:
     """Writes what there is to do for a tile to ``smem.found``. Three warps, which share a list."""
-    finders, made = variant.plan.role("find"), variant.plan.barrier("made")
+    finders = variant.plan.role("find")
     is_first = cute.arch.thread_idx()[0] // edges.WARP == finders.warps.start
     if tile.is_valid:
         if dense_mask.is_present(x.scalars.mask):
             span = span_of(variant, x, tile)
             blocks = seen_from(variant, x, span).blocks
             list_blocks(variant, x, tile, span, blocks, finders.warps)
-            cute.arch.barrier(barrier_id=made.index, number_of_threads=made.threads)
+            primitives.meet(variant, "made")
         if is_first:
             work = work_on(variant, x, tile)
-            rest = (*work.span, *work.window, *work.blocks, work.num_blocks, work.split)
-            words = (1, *work.tile[2:], *rest)
+            # That there is one, and what ``begin`` reads.
+            words = (1, *work.tile[2:], *work.span, *work.window, *work.blocks, *work[4:])
             for i in cutlass.range_constexpr(len(words)):
                 x.smem.found[FOUND_WORDS + i] = Int32(words[i])
     elif is_first:
@@ -109,12 +113,13 @@ def begin(variant: Variant, x: ForwardContext, tile: tiles.Tile) -> Work:
     if not variant.lists_ahead:
         return work_on(variant, x, tile)
     found = with_list(x, tile.slot).smem.found
-    place, span, window, blocks, rest = (
-        [found[FOUND_WORDS + i] for i in range(first, end)]
-        for first, end in ((1, 5), (5, 13), (13, 18), (18, 22), (22, 24))
-    )
-    tile = tiles.Tile(tile.is_valid, tile.slot, *place)
-    return Work(tile, tiles.Span(*span), Window(*window), Blocks(*blocks), *rest)
+    words = (found[FOUND_WORDS + 1 + i] for i in range(WORK_WORDS))
+
+    def take(kind: type[Any], *known: Any) -> Any:
+        return kind(*known, *islice(words, len(kind._fields) - len(known)))
+
+    tile = take(tiles.Tile, tile.is_valid, tile.slot)
+    return take(Work, tile, take(tiles.Span), take(Window), take(Blocks))
 
 
 def anew(variant: Variant, x: ForwardContext, work: Work) -> Work:

@@ -18,12 +18,7 @@ from jax_fa.kernels import (
     softmax,
     tiles,
 )
-from jax_fa.kernels.forward_work import (
-    Work,
-    batch_of_part,
-    below,
-    load_granules,
-)
+from jax_fa.kernels.forward_work import Work, batch_of_part, below, load_granules
 from jax_fa.kernels.fragment_rows import (
     finish_rows,
     mask_by_place,
@@ -159,18 +154,9 @@ def load_v(
 
 
 @cute.jit
-def pingpong_wait(variant: cutlass.Constexpr, c: ForwardConsumer) -> None:
-    """Waits until the consumer before this one has issued its products."""
-    first = variant.plan.barrier("pingpong0")
-    cute.arch.barrier(barrier_id=first.index + c.index, number_of_threads=first.threads)
-
-
-@cute.jit
 def pingpong_arrive(variant: cutlass.Constexpr, c: ForwardConsumer) -> None:
     """Lets the next consumer issue its products."""
-    first = variant.plan.barrier("pingpong0")
-    other = (c.index + 1) % variant.config.num_consumers
-    cute.arch.barrier_arrive(barrier_id=first.index + other, number_of_threads=first.threads)
+    primitives.arrive(variant, "pingpong0", (c.index + 1) % variant.config.num_consumers)
 
 
 @cute.jit
@@ -194,10 +180,8 @@ def multiply_qk(
 ) -> None:
     """Issues ``scores = Q K^T``."""
     keys = c.k[None, None, None, k_index]
-    if const_expr(variant.config.q_in_registers):
-        fragments.multiply(c.qk, scores, c.q, keys, False)
-    else:
-        fragments.multiply(c.qk, scores, c.q[None, None, None, q_index], keys, False)
+    rows = c.q if variant.config.q_in_registers else c.q[None, None, None, q_index]
+    fragments.multiply(c.qk, scores, rows, keys, False)
 
 
 class Products(NamedTuple):
@@ -235,19 +219,12 @@ def products(
     k, v = pipes.k, pipes.v
     scores = c.qk.make_fragment_C(c.qk.partition_shape_C((WGMMA_ROWS, variant.config.block_kv)))
     k_full = k.wait_and_advance()
-    pingpong_wait(variant, c)
+    primitives.meet(variant, "pingpong0", c.index)
     multiply_qk(variant, c, scores, q_index, k_full.index)
     v_full = v.wait_and_advance()
     fragments.multiply(c.pv, c.out, c.p, c.v[None, None, None, v_full.index], True)
     pingpong_arrive(variant, c)
     return Products(scores, k_full, v_full, k, v)
-
-
-@cute.jit
-def await_scores(k_full: Any) -> None:
-    """Waits for S of ``products``, and releases its keys."""
-    warpgroup.wait_group(1)
-    k_full.release()
 
 
 @cute.jit
@@ -305,7 +282,8 @@ def step(
     # Here, since products run: at the border of two steps it would show.
     following = below(variant, x, at.block)
     next_hides = next_hides_pairs(variant, x, anew(variant, x, work).blocks, following)
-    await_scores(k_full)
+    warpgroup.wait_group(1)  # for S
+    k_full.release()
     add_bias(variant, x, c, work, scores, following)
     shrink = to_probabilities(variant, x, c, work, at.block, hides, scores)
     warpgroup.wait_group(0)
@@ -352,8 +330,7 @@ def mask_block(
             if dense_mask.hides(x.smem.found, block):
                 own, at = thread_anew(variant, c), primitives.opaque(block)
                 mask_by_words(variant, x, own, anew(variant, x, work), scores, at)
-    own = thread_anew(variant, c)
-    mask_by_place(variant, x, own, anew(variant, x, work), scores, block)
+    mask_by_place(variant, x, thread_anew(variant, c), anew(variant, x, work), scores, block)
 
 
 @cute.jit
@@ -437,7 +414,8 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 q_index = q_next.index * config.num_consumers + c.index
                 fetch_q(variant, x, c, q_index)
                 scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(k, v))
-                await_scores(k_full)
+                warpgroup.wait_group(1)  # for S
+                k_full.release()
                 finished = fragment_softmax.copy(c.state)
                 first_probabilities(variant, x, c, work, scores)
                 warpgroup.wait_group(0)
@@ -451,7 +429,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 tile = next_tile(variant, x, work.tile.slot + 1)
         k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
         v_full = v.wait_and_advance()
-        pingpong_wait(variant, c)
+        primitives.meet(variant, "pingpong0", c.index)
         fragments.multiply(c.pv, c.out, c.p, c.v[None, None, None, v_full.index], True)
         pingpong_arrive(variant, c)
         warpgroup.wait_group(0)
@@ -461,7 +439,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         release_q(c, q_full)
         # The last consumer arrived for the first once more; this wait leaves the barrier at rest.
         if c.index == 0:
-            pingpong_wait(variant, c)
+            primitives.meet(variant, "pingpong0", c.index)
 
 
 @cute.jit
@@ -506,14 +484,13 @@ def store_rounded(
     """Rounds and writes ``rows``, by TMA where all 64 are the sequence's."""
     rounded = cute.make_rmem_tensor_like(c.out, variant.dtype)
     primitives.narrow(c.out, rounded)
-    end_of_rows = work.span.first_row + (c.index + 1) * WGMMA_ROWS
+    is_cut = False
     if const_expr(variant.is_general):
-        if tiles.is_present(x.scalars.sequences.cu_seqlens.own) & (
-            end_of_rows > work.span.own_slot
-        ):
-            store_rows(x, c, work, rows, rounded)
-        else:
-            store_tile(variant, x, c, work, q_index, rounded)
+        end_of_rows = work.span.first_row + (c.index + 1) * WGMMA_ROWS
+        is_packed = tiles.is_present(x.scalars.sequences.cu_seqlens.own)
+        is_cut = is_packed & (end_of_rows > work.span.own_slot)
+    if is_cut:
+        store_rows(x, c, work, rows, rounded)
     else:
         store_tile(variant, x, c, work, q_index, rounded)
 
@@ -545,18 +522,17 @@ def store_tile(
     rounded: cute.Tensor,
 ) -> None:
     """Writes 64 rows through shared memory; TMA leaves out those behind the array's last."""
-    barrier = variant.plan.barrier("out0")
     layout = make_layouts(variant).out
     sOut = cute.make_tensor(x.smem.q[None, None, q_index].iterator, layout.outer)
     copy = cute.make_tiled_copy_C(
         cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), variant.dtype), c.pv
     ).get_slice(c.thread)
     # HAZARD: out is staged over the rows of q, which all four warps have multiplied by now.
-    cute.arch.barrier(barrier_id=barrier.index + c.index, number_of_threads=barrier.threads)
+    primitives.meet(variant, "out0", c.index)
     cute.copy(copy, copy.retile(rounded), copy.partition_D(sOut))
     # HAZARD: stmatrix writes through the generic proxy, TMA reads through the async one.
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=barrier.index + c.index, number_of_threads=barrier.threads)
+    primitives.meet(variant, "out0", c.index)
     if c.thread < edges.WARP:
         rows = x.arrays.out[None, None, work.tile.head, work.tile.batch]
         rows = cute.domain_offset((work.span.own_start + work.span.first_row, 0), rows)

@@ -43,8 +43,8 @@ class ForwardSmem(NamedTuple):
     k: cute.Tensor  # (block_kv, D, stages)
     v: cute.Tensor  # (block_kv, Dv, stages)
     zero_fill: cute.Pointer  # one mbarrier, for ``loads.Detour``
-    lists: cute.Tensor  # (LIST_WORDS, stages) fwd_lists.py
-    found: cute.Tensor  # (LIST_WORDS,) one of them: segments.py, dense_mask.py
+    lists: cute.Tensor  # (TOLD_WORDS, stages) fwd_lists.py
+    found: cute.Tensor  # (TOLD_WORDS,) one of them: segments.py, dense_mask.py
 
 
 class ForwardContext(NamedTuple):

@@ -25,8 +25,10 @@ ELEMENT_BYTES = 2
 WGMMA_ROWS = 64
 """Rows of a consumer warpgroup's products: the M of one wgmma."""
 
-LIST_WORDS = FOUND_WORDS + 24
-"""What segments and a mask tell of a tile, and what there is to do for it (``fwd_lists.py``)."""
+WORK_WORDS = 23
+"""Of what there is to do for a tile (``fwd_lists.py``)."""
+TOLD_WORDS = FOUND_WORDS + 1 + WORK_WORDS
+"""Of what find tells: what segments and a mask say of a tile, whether there is one, its work."""
 
 
 def num_lists(key: KernelKey, config: HopperForward) -> int:
@@ -43,7 +45,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     out_bytes = config.block_q * key.value_dim * ELEMENT_BYTES
     lists = num_lists(key, config)
     work = Edge(
-        "work", "find", "load and consume", lists, 0, "list and work in smem", "read", "threads"
+        "work", "find", ("load", "consume"), lists, 0, "list and work in smem", "read", "threads"
     )
     plan = Plan(
         roles=(
@@ -61,7 +63,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
         ),
         buffers=(
             Buffer("zero_fill", 8),  # mbarrier of a value block that is zero-filled before use
-            Buffer("found", 4 * LIST_WORDS * lists),  # what segments and a mask tell, and more
+            Buffer("found", 4 * TOLD_WORDS * lists),  # what segments and a mask tell, and more
             Buffer("q", q_bytes * config.q_stages),
             Buffer("k", k_bytes * config.stages),
             Buffer("v", v_bytes * config.stages),
