@@ -236,7 +236,8 @@ def last_shown(found: cute.Tensor, block: Int32) -> Int32:
     last = Int32(-1)
     if block >= 0:
         shift = found[SHIFT]
-        bit = block >> shift
+        # HAZARD: where segments leave a tile nothing to visit, its block may be of any number.
+        bit = cutlass.min(block >> shift, LIST_BLOCKS - 1)
         word = bit // WORD_KEYS
         shown = found[SHOWN + word] & _bits_between(0, bit % WORD_KEYS + 1)
         while (shown == 0) & (word > 0):
@@ -290,6 +291,6 @@ def narrowed(found: cute.Tensor, blocks: Stretch) -> Stretch:
 
 def hides(found: cute.Tensor, block: Int32) -> Boolean:
     """Whether a block hides something."""
-    # HAZARD: where segments leave a tile without keys, its block may be of any number.
+    # HAZARD: as in ``last_shown``.
     bit = cutlass.min(block >> found[SHIFT], LIST_BLOCKS - 1)
     return ((found[PARTIAL + bit // WORD_KEYS] >> (bit % WORD_KEYS)) & 1) != 0

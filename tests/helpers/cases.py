@@ -676,6 +676,24 @@ CASES: tuple[Case, ...] = (
         soft_cap=4.0,
         **_GQA,
     ),
+    # Tiles of queries and of keys that a mask leaves something, and segments nothing.
+    Case(
+        "mask_segments_apart",
+        q_len=280,
+        kv_len=400,
+        segments=(documents(120, 160), (*documents(130), *[3] * 270)),
+        dense=Dense("blocks", "NTS"),
+        **_GQA,
+    ),
+    Case(
+        "block_mask_segments_apart",
+        batch=2,
+        q_len=7,
+        kv_len=500,
+        segments=((9,) * 7, documents(100, 200, 200)),
+        block_dims="BNTS",
+        **_GQA,
+    ),
 )
 
 BY_NAME = {case.name: case for case in CASES}
