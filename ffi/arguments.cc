@@ -379,6 +379,8 @@ ffi::ErrorOr<Params> Read(const ffi::RemainingArgs& args, const ffi::RemainingRe
   if (has_scratch) ReadScratchExtents(reader, &params);
   if (has_scratch && reader.ok()) Params::Scratch(params, next);
   if (reader.ok()) reader.Complain(CheckArrays(params));
+  // Programs of early versions may lack scratch that kernels need.
+  if (reader.ok() && platform == Platform::kCuda) reader.Complain(CheckScratch(params));
   if (!reader.ok()) return ffi::Unexpected(reader.error());
   return params;
 }

@@ -155,12 +155,12 @@ std::vector<Tile> KeyTiles(const Problem& problem, const std::vector<Sequence>& 
 
 // The sequences that have batch `index` of a bias.
 Slot SequencesOf(const Problem& problem, const std::vector<Sequence>& sequences, int64_t index) {
-  const int64_t count = static_cast<int64_t>(sequences.size());
-  if (problem.bias_batch == 1) return {0, count};
-  for (int64_t i = 0; i < count; ++i) {
-    if (sequences[i].index == index) return {i, 1};
-  }
-  return {0, 0};
+  if (problem.bias_batch == 1) return {0, static_cast<int64_t>(sequences.size())};
+  const auto found =
+      std::lower_bound(sequences.begin(), sequences.end(), index,
+                       [](const Sequence& one, int64_t number) { return one.index < number; });
+  if (found == sequences.end() || found->index != index) return {0, 0};
+  return {found - sequences.begin(), 1};
 }
 
 std::vector<BiasTile> BiasTiles(const Problem& p, const std::vector<Sequence>& sequences,

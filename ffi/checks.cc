@@ -225,6 +225,7 @@ Complaint CheckProblem(const Problem& problem) {
 Complaint CheckGpuProblem(const Problem& p) {
   // The row maximum is taken of unscaled scores.
   if (!(p.scale > 0)) return "scale is " + ToText(p.scale) + "; GPU kernels take a positive one";
+  constexpr int64_t most_rows = (int64_t{1} << 31) - 1;
   const struct {
     const char* name;
     int64_t value;
@@ -234,9 +235,12 @@ Complaint CheckGpuProblem(const Problem& p) {
       {"number of sequences", p.num_sequences},
       {"query length", p.q_len, kMaxLength},
       {"key length", p.kv_len, kMaxLength},
-      {"query heads", p.num_q_heads},
+      {"query heads", p.num_q_heads, 65535},  // of a grid's second extent, in a backward
       {"key/value heads", p.num_kv_heads},
-      {"batch times query heads", p.batch * p.num_q_heads},
+      {"batch times query length", p.batch * p.q_len, most_rows},
+      {"batch times key length", p.batch * p.kv_len, most_rows},
+      {"sequences times query heads times parts of the keys",
+       p.num_sequences * p.num_q_heads * std::max<int64_t>(p.num_splits, 1)},
   };
   for (const auto& extent : extents) {
     if (extent.value < 1 || extent.value > extent.most) {
@@ -244,7 +248,6 @@ Complaint CheckGpuProblem(const Problem& p) {
              "; GPU kernels take 1 to " + std::to_string(extent.most);
     }
   }
-  constexpr int64_t most_rows = (int64_t{1} << 31) - 1;
   if (p.mask_batch * p.mask_heads * p.mask_rows > most_rows) {
     return "the mask has more rows than the " + std::to_string(most_rows) + " of GPU kernels";
   }

@@ -282,6 +282,10 @@ Failure QueryDevice(int32_t ordinal, void* stream, Device* device) {
     const Cuda& cuda = Cuda::Get();
     if (cuda.failure.has_value()) return cuda.failure;
     std::lock_guard<std::mutex> lock(loading);
+    if (known.is_known.load(std::memory_order_relaxed)) {  // Another thread was first.
+      *device = known.device;
+      return std::nullopt;
+    }
     const CurrentContext context(stream);
     if (context.failure().has_value()) return context.failure();
     int32_t major = 0, minor = 0, num_sms = 0;
@@ -306,6 +310,8 @@ Failure Load(const Object& object, int32_t ordinal, void* stream) {
   const Cuda& cuda = Cuda::Get();
   if (cuda.failure.has_value()) return cuda.failure;
   std::lock_guard<std::mutex> lock(loading);
+  // HAZARD: linking anew would write what other threads read, where another thread was first.
+  if (state.devices.load(std::memory_order_relaxed) & bit) return std::nullopt;
   const CurrentContext context(stream);
   if (context.failure().has_value()) return context.failure();
   Session session(object, context.device());

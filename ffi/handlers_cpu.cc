@@ -2,14 +2,12 @@
 #include "handlers_cpu.h"
 
 #include <algorithm>
-#include <exception>
 #include <functional>
-#include <new>
-#include <string>
 #include <utility>
 
 #include "arguments.h"
 #include "attention_cpu.h"
+#include "guarded.h"
 #include "loop.h"
 
 namespace jax_fa {
@@ -24,24 +22,14 @@ ParallelFor On(ffi::ThreadPool& pool) {
   };
 }
 
-// What `operation` returns; an exception becomes an error of the call.
-template <typename Operation>
-ffi::Error Guarded(Operation operation) {
-  try {
-    return operation();
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      "jax_fa: the CPU kernels found no memory for their scratch, which is a few "
-                      "hundred KB per thread, and for a backward 4 bytes per query row and head");
-  } catch (const std::exception& exception) {
-    return ffi::Error(ffi::ErrorCode::kInternal, std::string("jax_fa: ") + exception.what());
-  }
-}
+constexpr char kNoMemory[] =
+    "jax_fa: the CPU kernels found no memory for their scratch, which is a few hundred KB per "
+    "thread, and for a backward 4 bytes per query row and head";
 
 template <typename Params, void (*compute)(const Params&, const ParallelFor&)>
 ffi::Error Execute(ffi::ThreadPool pool, Attributes attributes, ffi::RemainingArgs args,
                    ffi::RemainingRets rets) {
-  return Guarded([&] {
+  return Guarded(kNoMemory, [&]() -> ffi::Error {
     const auto params = Read<Params>(args, rets, attributes, Platform::kCpu);
     if (params.has_error()) return params.error();
     compute(*params, On(pool));

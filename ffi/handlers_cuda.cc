@@ -13,6 +13,7 @@
 #include "arguments.h"
 #include "checks.h"
 #include "driver.h"
+#include "guarded.h"
 #include "kernel_table.h"
 #include "schema.h"
 #include "xla/ffi/api/ffi.h"
@@ -68,19 +69,23 @@ ffi::ErrorOr<const Variant*> Select(std::string_view kernel, const Place& place,
   return found.variant;
 }
 
+constexpr char kNoMemory[] = "jax_fa: out of host memory";
+
 template <typename Params>
 ffi::Error Initialize(int32_t ordinal, void* stream, KernelName name, ffi::RemainingArgs,
                       ffi::RemainingRets) {
-  Device device{};
-  const auto variant = Select<Params>(name.kernel, {ordinal, stream}, &device);
-  if (variant.has_error()) return variant.error();
-  if (const Failure failure = Load((*variant)->object, ordinal, stream)) return Internal(failure);
-  return ffi::Error::Success();
+  return Guarded(kNoMemory, [&]() -> ffi::Error {
+    Device device{};
+    const auto variant = Select<Params>(name.kernel, {ordinal, stream}, &device);
+    if (variant.has_error()) return variant.error();
+    if (const Failure failure = Load((*variant)->object, ordinal, stream)) return Internal(failure);
+    return ffi::Error::Success();
+  });
 }
 
 template <typename Params>
-ffi::Error Execute(int32_t ordinal, void* stream, Attributes attributes, ffi::RemainingArgs args,
-                   ffi::RemainingRets rets) {
+ffi::Error Launch(int32_t ordinal, void* stream, const Attributes& attributes,
+                  const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
   const ffi::ErrorOr<Params> params = Read<Params>(args, rets, attributes, Platform::kCuda);
   if (params.has_error()) return params.error();
   if (ffi::Error error = CheckAlignment(*params); error.failure()) return error;
@@ -99,6 +104,13 @@ ffi::Error Execute(int32_t ordinal, void* stream, Attributes attributes, ffi::Re
     return Internal(failure);
   }
   return ffi::Error::Success();
+}
+
+template <typename Params>
+ffi::Error Execute(int32_t ordinal, void* stream, Attributes attributes, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
+  return Guarded(kNoMemory,
+                 [&] { return Launch<Params>(ordinal, stream, attributes, args, rets); });
 }
 
 template <ffi::ExecutionStage stage>

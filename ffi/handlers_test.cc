@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <map>
 #include <new>
 #include <string>
 #include <vector>
@@ -193,6 +194,25 @@ void ScratchIsThatOfTheKernels() {
   Refuses(kBackwardCuda, ordered, "turns should be S32[2, 4], but is S32[2, 0]");
 }
 
+// Programs of an early version have no array for it.
+void ScratchThatKernelsNeedIsMissed() {
+  Call call(false, {});
+  const std::vector<int64_t> rows = {4, 4, 2, 8}, floats = {4, 4, 2}, bias = {1, 1, 4, 4};
+  const std::map<std::string, std::vector<int64_t>> shapes = {
+      {"q", rows},    {"k", rows},       {"v", rows},   {"lse", floats},
+      {"dout", rows}, {"delta", floats}, {"bias", bias}};
+  call.ffi.operands.clear();
+  const DbiasParams none{};
+  DbiasParams::Operands(none, [&](const jax_fa::Array& array, auto&) {
+    const auto found = shapes.find(array.name);
+    const auto dtype = array.element == Element::kInt32 ? kS32 : kF32;
+    call.ffi.operands.push_back(
+        call.Array(dtype, found == shapes.end() ? std::vector<int64_t>{0} : found->second));
+  });
+  call.ffi.results = {call.Array(kF32, bias)};
+  Refuses(kBiasGradientCuda, call, "dbias_parts should have an address, but has none");
+}
+
 void ArraysOfWideAccessesAreAligned() {
   Call call(true, {});
   call.ffi.results.push_back(call.Array(kF32, {2, 256, 8}));
@@ -334,6 +354,7 @@ int main() {
   jax_fa::NumbersOfArraysAreCounted();
   jax_fa::ABackwardMayGiveTheGradientOfABias();
   jax_fa::ScratchIsThatOfTheKernels();
+  jax_fa::ScratchThatKernelsNeedIsMissed();
   jax_fa::ArraysOfWideAccessesAreAligned();
   jax_fa::ExtentsAreThoseThatKernelsDivideBy();
   jax_fa::AbsentOperandsHaveTheirTypeAndShape();

@@ -383,6 +383,7 @@ def test_only_bindings_uses_jax_ffi():
 INCLUDES = {
     "schema.h": (),
     "testing.h": (),
+    "guarded.h": (),
     "driver_test.cc": ("driver.h", "testing.h"),
     "emulator_block_test.cc": ("emulator_block.h", "testing.h"),
     "kernel_table_test.cc": ("kernel_table.h", "testing.h"),
@@ -403,9 +404,12 @@ INCLUDES = {
     "emulator_dot*": ("emulator_dot.h",),
     "emulator_bindings.*": ("emulator_*.h",),
     "kernel_table*": ("driver.h", "kernel_table.h", "schema.h"),
-    "handlers_cpu.*": ("arguments.h", "attention_cpu.h", "handlers_cpu.h", "schema.h", "loop.h"),
+    "handlers_cpu.*": (
+        *("arguments.h", "attention_cpu.h", "guarded.h", "handlers_cpu.h", "loop.h", "schema.h"),
+    ),
     "handlers_cuda.*": (
-        *("arguments.h", "checks.h", "driver.h", "handlers_cuda.h", "kernel_table.h", "schema.h"),
+        *("arguments.h", "checks.h", "driver.h", "guarded.h", "handlers_cuda.h"),
+        *("kernel_table.h", "schema.h"),
     ),
     "record.*": ("checks.h", "driver.h", "kernel_table.h", "schema.h", "record.h"),
     "module.cc": ("*",),
