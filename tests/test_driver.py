@@ -187,6 +187,18 @@ def test_extents_reach_the_launch_at_run_time(variant):
 
 @needs_kernels
 @each_variant
+def test_many_batches_fit_a_grid(variant):
+    """Its first extent ends where int32 does, the others at 65535."""
+    many = dict.fromkeys(("batch", "num_sequences"), 70_000)
+    if variant.key.has_bias:
+        many["bias_batch"] = 1
+    for launch in record(variant, **many)["launches"]:
+        _, *others = launch["grid"]
+        assert max(others) <= 65535
+
+
+@needs_kernels
+@each_variant
 def test_lookup_in_cxx_agrees_with_python(variant):
     arch = arch_named(variant.arch)
     problem = problem_for(variant)
@@ -301,6 +313,22 @@ def test_unknown_operations_and_dtypes_are_refused():
         ({"head_dim": 0}, "head size of q and k should be at least 1, but is 0"),
         ({"q_len": 0}, "query length is 0; GPU kernels take 1 to"),
         ({"kv_len": 2**31}, "key length is 2147483648; GPU kernels take 1 to"),
+        ({"num_q_heads": 65536}, "query heads is 65536; GPU kernels take 1 to 65535"),
+        (
+            {"batch": 2**9, "num_sequences": 2**9, "q_len": 2**23},
+            "batch times query length is 4294967296; GPU kernels take 1 to 2147483647",
+        ),
+        (
+            {"batch": 2**9, "num_sequences": 2**9, "kv_len": 2**23},
+            "batch times key length is 4294967296; GPU kernels take 1 to 2147483647",
+        ),
+        (
+            {
+                **{"batch": 1, "num_sequences": 2**28, "num_q_heads": 16},
+                **{"cu_seqlens_q": 0x1000, "cu_seqlens_k": 0x2000},
+            },
+            "sequences times query heads times parts of the keys is 4294967296; GPU kernels take",
+        ),
         ({"batch": 2**62}, r"extents of each array should multiply to 2\^50 at most"),
         ({"kv_len": 2**63 - 1}, r"extents of each array should multiply to 2\^50 at most"),
         ({"num_q_heads": 7}, r"query heads \(7\) should be a multiple of key/value heads \(2\)"),

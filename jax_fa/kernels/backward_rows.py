@@ -217,7 +217,7 @@ def dkv_elements(arrays: object) -> Int64:
 def row_block(variant: cutlass.Constexpr, rows: Rows) -> RowBlock:
     """The query block of this CTA."""
     block_q = variant.config.block_q
-    block, head, batch = cute.arch.block_idx()
+    block, head, batch = number_of_cta(variant, rows)
     sequences = rows.sequences
     left = sequences.rows.own - block * block_q
     found = RowBlock(
@@ -245,8 +245,8 @@ def row_block(variant: cutlass.Constexpr, rows: Rows) -> RowBlock:
     return found
 
 
-def num_row_blocks(variant: object, sequences: tiles.Sequences, batch: Int32) -> Int32:
-    """Query blocks of a head; of packed sequences, an upper bound."""
+def num_row_blocks(variant: object, sequences: tiles.Sequences) -> Int32:
+    """Query blocks of a head and batch; of packed sequences, an upper bound."""
     blocks = ceil_div(sequences.rows.own, variant.config.block_q)
     if variant.key.mask == "general":
         # Each sequence, and the rows behind the last, may have a block that is partly filled.
@@ -256,12 +256,32 @@ def num_row_blocks(variant: object, sequences: tiles.Sequences, batch: Int32) ->
     return blocks
 
 
+def grid_of_rows(variant: object, rows: Rows) -> primitives.Shape:
+    """A CTA for every query block of every head; a grid's last two extents end at 65535."""
+    _, num_heads, batch = rows.lse.shape
+    return (num_row_blocks(variant, rows.sequences) * batch, num_heads, 1)
+
+
+class RowCta(NamedTuple):
+    """What a CTA of ``grid_of_rows`` is for."""
+
+    block: Int32
+    head: Int32
+    batch: Int32
+
+
+def number_of_cta(variant: object, rows: Rows) -> RowCta:
+    """That of the calling thread."""
+    number, head, _ = cute.arch.block_idx()
+    blocks = num_row_blocks(variant, rows.sequences)
+    return RowCta(number % blocks, head, number // blocks)
+
+
 @cute.jit
 def prepare(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, stream: cuda.CUstream):
     """Launches ``prepare_kernel`` for every query block."""
-    _, num_heads, batch = rows.lse.shape
     prepare_kernel(variant, rows, scratch).launch(
-        grid=(num_row_blocks(variant, rows.sequences, batch), num_heads, batch),
+        grid=grid_of_rows(variant, rows),
         block=(PREPARE_THREADS, 1, 1),
         stream=stream,
     )
@@ -340,14 +360,13 @@ def finish(
     stream: cuda.CUstream,
 ):
     """Launches ``finish_kernel`` for every query block."""
-    _, num_heads, batch = rows.lse.shape
     threads = variant.config.block_q
     if const_expr(variant.dq_order in ("fragments", "warps", "words")):
         threads = edges.WARPGROUP * variant.config.num_consumers
     elif const_expr(variant.dq_order == "columns"):
         threads = variant.key.head_dim // 2
     finish_kernel(variant, rows, scratch, scale).launch(
-        grid=(num_row_blocks(variant, rows.sequences, batch), num_heads, batch),
+        grid=grid_of_rows(variant, rows),
         block=(threads, 1, 1),
         stream=stream,
     )
@@ -468,7 +487,7 @@ def round_columns(
 @cute.jit
 def sum_sinks(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
     """Sums -p_sink delta of one sequence and head: by one CTA of those for the head."""
-    block, head, batch = cute.arch.block_idx()
+    block, head, batch = number_of_cta(variant, rows)
     thread = cute.arch.thread_idx()[0]
     sequences = rows.sequences
     sequence, q_start, q_len = batch, batch * sequences.rows.own, sequences.rows.own
