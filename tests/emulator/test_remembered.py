@@ -34,6 +34,7 @@ PTX = (
     .replace("  .reg .b64 %more;\n  ld.param.u64 %more, [p_more];\n", "")
     .replace("  .reg .b64 %unread;\n  ld.param.u64 %unread, [p_unread];\n", "")
 )
+OTHER = PTX[PTX.index(".visible") :].replace("test", "other")
 FAULTY = PTX.replace("st.global.u32 [%to]", "st.global.u32 [%to+4]")
 
 
@@ -62,8 +63,11 @@ def remembered(tmp_path):
 
 @pytest.mark.parametrize(
     "run",
-    [Run(), Run(unread=8), Run(tail=9), Run(PTX.replace("test", "other_name"))],
-    ids=["equal", "parameter unread", "bytes unread", "name"],
+    [
+        *(Run(), Run(unread=8), Run(tail=9), Run(PTX.replace("test", "other_name"))),
+        Run(PTX + OTHER),
+    ],
+    ids=["equal", "parameter unread", "bytes unread", "name", "a kernel behind it"],
 )
 def test_equal_launch_is_not_run_again(remembered, run):
     name = "other_name" if "other_name" in run.text else "test"
@@ -77,6 +81,7 @@ def test_equal_launch_is_not_run_again(remembered, run):
     ("run", "changes"),
     [
         (Run(PTX.replace("add.u32 %value", "sub.u32 %value")), {}),
+        (Run(PTX.replace(".visible", OTHER + ".visible", 1)), {}),
         (Run(x=2), {}),
         (Run(more=6), {}),
         (Run(), {"seed": 1}),
@@ -84,7 +89,16 @@ def test_equal_launch_is_not_run_again(remembered, run):
         (Run(), {"shared_bytes": 16}),
         (Run(), {"block": (16, 1, 1)}),
     ],
-    ids=["text", "memory", "parameter", "seed", "options", "shared memory", "block"],
+    ids=[
+        "text",
+        "a kernel before it",
+        "memory",
+        "parameter",
+        "seed",
+        "options",
+        "shared memory",
+        "block",
+    ],
 )
 def test_what_differs_is_run(remembered, run, changes):
     run.by(remembered, **changes)

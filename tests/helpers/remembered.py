@@ -35,6 +35,8 @@ from jax_fa.aot.compare import without_names
 from jax_fa.emulator import Launch, Memory, Options, Report, native
 
 FOLDER = os.environ.get("JAX_FA_LAUNCH_CACHE", "")
+FORMAT = 2
+"""Of keys and entries; raised when this module would make others of the same launches."""
 DAYS = 14
 """After which an entry that no run has used is deleted."""
 
@@ -135,8 +137,8 @@ def _write(path: Path, content: bytes) -> None:
 def _key(ptx: str, launch: Launch, memory: Memory, seed: int, options: Options) -> str:
     text = _text(ptx)
     kernel = text.kernels.index(launch.kernel) if launch.kernel else 0
-    digest = hashlib.sha256(_emulator() + text.digest)
-    parts: list[Any] = [kernel, *launch.grid, *launch.block, *launch.cluster, launch.shared_bytes]
+    digest = hashlib.sha256(_emulator() + text.digests[kernel])
+    parts: list[Any] = [*launch.grid, *launch.block, *launch.cluster, launch.shared_bytes]
     parts += [seed, options, *_values(launch.params, text.reads[kernel])]
     for region in memory.regions:
         parts += [(region.base, region.name), hashlib.sha256(region.data).hexdigest()]
@@ -154,10 +156,10 @@ class Span(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text without names: its hash, its kernels, and the parameters that each of them reads."""
+    """Of the kernels of a text: names, hashes without these, and the parameters that they read."""
 
-    digest: bytes
     kernels: list[str]
+    digests: list[bytes]
     reads: list[frozenset[Span]]
 
 
@@ -185,8 +187,12 @@ def _text(ptx: str) -> Text:
                 start, size = int(offset or 0), int(vector or 1) * int(bits) // 8
                 spans.add(Span(number[name], start, start + size))
         reads.append(frozenset(spans))
-    digest = hashlib.sha256(without_names(ptx).encode()).digest()
-    return Text(digest, [kernel for kernel, _ in headers], reads)
+    head, *own = re.split(r"^(?=\.visible \.entry)", without_names(ptx), flags=re.M)
+    # With the number of its first line: reports and schedules speak of lines.
+    first = [ptx[: match.start()].count("\n") for match in _ENTRY.finditer(ptx)]
+    texts = zip(own, first, strict=True)
+    digests = [hashlib.sha256(f"{head}{text}{line}".encode()).digest() for text, line in texts]
+    return Text([kernel for kernel, _ in headers], digests, reads)
 
 
 def _values(params: Sequence[bytes], spans: frozenset[Span]) -> list[tuple[Span, bytes]]:
@@ -205,8 +211,8 @@ def _emulator() -> bytes:
     """Changes with all that may change what a launch does beside its arguments."""
     (package,) = jax_fa.emulator.__path__
     files = [*Path(package).glob("*.py"), *(_ROOT / "ffi").glob("emulator_*.*")]
-    versions = (sys.version, np.__version__, platform.machine(), native.core is not None)
-    digest = hashlib.sha256(repr(versions).encode() + Path(__file__).read_bytes())
+    versions = (FORMAT, sys.version, np.__version__, platform.machine(), native.core is not None)
+    digest = hashlib.sha256(repr(versions).encode())
     for path in sorted(files, key=lambda path: path.name):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.digest()
