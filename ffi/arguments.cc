@@ -17,8 +17,8 @@ namespace ffi = ::xla::ffi;
 
 using Shape = std::vector<int64_t>;
 
-// Text is put together without streams: in processes with another C++ library beside this
-// extension's they have crashed (seen with jaxlib 0.11 and GCC 13).
+// Text is put together without streams: these have crashed in processes that hold another C++
+// library besides this extension's (seen with jaxlib 0.11 and GCC 13).
 std::string ToString(const Shape& shape) {
   std::string text = "[";
   for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
@@ -113,8 +113,8 @@ class Reader {
   Reader(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const char* title)
       : args_(args), rets_(rets), title_(title) {}
 
-  // Complains unless there are as many operands and results as the operation has; whether scratch
-  // is among them.
+  // Complains unless there are as many operands and results as the operation has. Returns whether
+  // scratch is among them.
   template <typename Params>
   bool CheckNumbers(Platform platform) {
     if (args_.size() > Params::kNumOperands ||
@@ -465,7 +465,7 @@ std::optional<jax_fa::Attributes> AttrDecoding<jax_fa::Attributes>::Decode(
     }
   };
   jax_fa::Problem::Attributes(attributes.problem, decode);
-  // A newer program asks for what this library cannot know to be without effect.
+  // Attributes of a newer program may have an effect that this library knows nothing of.
   if (all.size != num_known) {
     diagnostic.Emit("jax_fa: the program was made by a newer release, whose attributes are");
     for (const std::string_view name : *given) diagnostic.Emit(" ") << name;

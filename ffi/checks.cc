@@ -29,7 +29,7 @@ bool IsCountable(std::initializer_list<int64_t> extents) {
   return true;
 }
 
-// Of any extent, which nothing has bounded yet.
+// Cannot overflow, even if nothing has bounded the extent yet.
 int64_t CeilDiv(int64_t extent, int64_t size) { return extent / size + (extent % size > 0); }
 
 // A mask has all of its extents or none, each that of the problem or 1; rows may also be of blocks.

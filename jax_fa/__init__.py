@@ -1,4 +1,4 @@
-"""Exact fused attention for JAX. ``jax_fa.attention`` replaces that of ``jax.nn``."""
+"""Exact fused attention for JAX: a drop-in for ``jax.nn.dot_product_attention``, and more."""
 
 from pkgutil import extend_path as _extend_path
 

@@ -1,4 +1,4 @@
-"""``python -m jax_fa``: reports the installation, what it runs here, and how to mend it."""
+"""``python -m jax_fa``: reports the installation, what runs here and how to add what is missing."""
 
 from __future__ import annotations
 

@@ -78,19 +78,20 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         query: [B, T, N, D] or [T, N, D]; float32, bfloat16 or float16 (float64 runs unfused).
         key: [B, S, K, D] or [S, K, D], dtype of query.
         value: [B, S, K, Dv] or [S, K, Dv], dtype of query. Dv may differ from D. GPU kernels take
-            both up to 256; of what is no multiple of 8, copies padded with zeros (``explain``).
+            both up to 256; arrays whose head size is not a multiple of 8 are copied and padded
+            with zeros (``explain`` says so).
         bias: added to the scaled logits; 4-D (or fewer), broadcastable to [B, N, T, S]. Kernels
-            read the type of query and float32 (others as float32), and give its gradient in its
-            own shape. A pair with -inf is hidden, as by a mask. Rows whose logits are all of more
-            than 1e4 in magnitude have inexact gradients: the LSE has 24 bits.
+            read it in the dtype of query or in float32 (other dtypes are converted to float32),
+            and give its gradient in its own shape. -inf hides a pair, as a mask does. Rows whose
+            logits all exceed 1e4 in magnitude have inexact gradients: the LSE has 24 bits.
         mask: bool, True where a query sees a key; shapes as for bias. Kernels read it as packed
-            bits and skip the blocks that it hides; is_causal, local_window_size, lengths
-            and segment ids say the same in less memory.
+            bits and skip the blocks that it hides. is_causal, local_window_size, lengths and
+            segment ids take less memory, where they can express the same mask.
         scale: factor applied to the logits; D ** -0.5 if None. 0, or a magnitude from 1e-30 to
             1e30. A traced scalar runs unfused.
         is_causal: a query sees no key beyond its diagonal.
-        query_seq_lengths: int32 [B]; rows beyond give 0, and lse = -inf.
-        key_value_seq_lengths: int32 [B]; keys beyond are hidden, and may be NaN.
+        query_seq_lengths: int32 [B]; rows beyond the length give 0, and lse = -inf.
+        key_value_seq_lengths: int32 [B]; keys beyond the length are hidden, and may be NaN.
         local_window_size: w or (left, right): keys seen before and beyond the diagonal; None on
             one side leaves it unbounded.
         implementation: None picks the fastest one for the platform the computation is lowered for.
@@ -100,8 +101,8 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         return_residual: also return the log-sum-exp [B, T, N], in the dtype of key and without a
             gradient, as jax.nn does. ``attention_with_lse`` returns it in float32, with one.
         query_segment_ids: integers [B, T] that fit int32; a query sees only keys of its own segment
-            (packed documents). Wider types than int32, here and below, must not be traced: their
-            values are checked.
+            (packed documents). Arrays of integer types wider than int32, here and below, must not
+            be traced, since their values are checked.
         key_value_segment_ids: int32 [B, S]; goes with query_segment_ids.
         logits_soft_cap: c bounds the logits to c * tanh(logits / c), after scale and bias and
             before masking; 1e-4 to 1e4.
@@ -112,10 +113,10 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         query_offset: integer scalar or [B] that fits int32, may be traced: position of query row 0,
             added to the diagonal (context parallelism, decoding). Clamped to 2 ** 28 in magnitude.
         deterministic: bitwise-reproducible gradients.
-        mask_mod: function (batch, q_head, q_position, kv_position) -> bool that hides further keys,
-            of int32 arrays that broadcast (``jax_fa.mask_mods``, which has some). It becomes the
-            packed bits of a mask, without an array of all pairs; outside jit it is evaluated anew
-            in each call (and compiled, for more than 2 ** 28 pairs).
+        mask_mod: function (batch, q_head, q_position, kv_position) -> bool, of int32 arrays that
+            broadcast; it hides further keys where it is False. ``jax_fa.mask_mods`` has examples.
+            It is evaluated into the packed bits of a mask, without an array of all pairs; outside
+            jit, in each call again (and compiled, for more than 2 ** 28 pairs).
         block_mask: bool [B|1, N|1, ceil(T / 128), ceil(S / 128)], True where the 128 queries of a
             block may see its 128 keys: block-sparse attention. May be traced. It hides keys in
             addition to everything else, such as is_causal; kernels skip the blocks it hides.
@@ -301,8 +302,8 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
         **options: as for ``forward``.
 
     Returns:
-        (dquery, dkey, dvalue), then dsinks float32 [N] where ``sinks`` was given, then dbias of the
-        shape and type of ``bias`` where that was.
+        (dquery, dkey, dvalue), then dsinks float32 [N] if ``sinks`` was given, then dbias, of the
+        shape and dtype of ``bias``, if ``bias`` was given.
     """
     call = _for_operations("backward", arguments.dense((query, key, value), options))
     operands = call.masked
@@ -336,8 +337,8 @@ class Explanation:
         problem: what was asked, as kernels see it.
         sharing: the mesh axes that split sequences, their size and the strategy by which devices
             share them (``jax_fa.parallel``); empty if the query's sharding splits none.
-        hidden: of the blocks of 128 x 128, the share that mask and block_mask hide and kernels
-            skip; None without masks, or where only their shapes are given.
+        hidden: the share of the 128 x 128 blocks that mask and block_mask hide and kernels skip;
+            None without masks, or where only their shapes are given.
     """
 
     platform: str
@@ -452,13 +453,13 @@ def _value(given: Any) -> np.ndarray | None:
 
 
 def _problem(call: Call) -> Problem:
-    """What kernels are asked."""
+    """The problem that kernels are asked to solve."""
     operands = call.operands if arguments.needs_reference(call) else call.masked
     return Problem.of(operands, call.semantics)
 
 
 def choice_for(call: Call, problem: Problem, platform: str) -> Choice:
-    """The implementation of ``problem``, which ``call`` asks on ``platform``, and why."""
+    """The implementation that serves the ``problem`` of ``call`` on ``platform``, and why."""
     reason = arguments.needs_reference(call)
     if reason is None:
         target = bindings.target(platform, call.implementation)
@@ -500,7 +501,7 @@ def _forward_alone(call: Call) -> tuple[Array, Array]:
 
 
 def without_cudnn(call: Call) -> Call:
-    """The call, if jax.nn is not to serve it."""
+    """The call itself; refused if it asks for cuDNN, which only ``attention`` offers."""
     if call.implementation == "cudnn":
         raise NotImplementedError(
             "attention: implementation='cudnn' is jax.nn.dot_product_attention and serves "

@@ -40,7 +40,7 @@ def replace_jax_nn() -> AbstractContextManager[None]:
         with jax_fa.replace_jax_nn():      # or within a block
             step(state, batch)
 
-    For models that call jax.nn, such as layers of ``flax.nnx``, and should not be edited.
+    For models that call jax.nn, such as layers of ``flax.nnx``, and that you do not want to edit.
     A call that kernels of the default backend serve runs on them, whatever implementation it names;
     every other call (biases, types or head sizes without a kernel, arguments that jax_fa refuses)
     goes to jax.nn unchanged.

@@ -2,8 +2,8 @@
 
     model = jax_fa.equinox.with_kernels(model, is_causal=True)
 
-Equinox layers take no other attention function than their own, so ``with_kernels`` exchanges the
-layers; their parameters and calls stay as they are.
+Equinox layers take no attention function, so ``with_kernels`` replaces the layers themselves; their
+parameters, and the way they are called, stay the same.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):
 
 
 def with_kernels(model: Model, **properties: Any) -> Model:
-    """The model, each of whose ``equinox.nn.MultiheadAttention`` layers runs the kernels of jax_fa.
+    """The model with ``equinox.nn.MultiheadAttention`` layers that run the kernels of jax_fa.
 
     Args:
         model: a layer, or any tree that contains layers.

@@ -3,16 +3,17 @@
     flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_fa.flax.attention_fn)
     flax.nnx.MultiHeadAttention(..., attention_fn=jax_fa.flax.make_attention_fn(is_causal=True))
 
-Kernels serve any mask, as packed bits. But a mask array has T x S entries, in memory that attention
-itself does not need, and says less of what is hidden. There are three ways to do without it:
+Kernels serve any mask, as packed bits. But a mask array takes memory for T x S entries, which
+attention itself does not need, and tells kernels less about what is hidden. There are three ways to
+avoid one:
 
 * Declare the layer causal, by ``make_attention_fn(is_causal=True)`` (or ``is_causal=True`` in a
   call of an NNX layer), and give no mask.
 * Make masks with this module's ``make_causal_mask``, ``make_attention_mask`` and ``combine_masks``:
   Flax's functions, but their results remember the parts they were made of.
-* Causal masks, padding masks and products of them are recognised by their values where those are
-  known when the program is traced: an array that a jitted function closes over, not one that it
-  computes.
+* Pass a mask array whose values are known when the program is traced: one that a jitted function
+  closes over, not one that it computes. Causal masks, padding masks and products of them are then
+  recognised by their values.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class AttentionFn:
         deterministic: bitwise-reproducible gradients.
         rope: rotates one head of query or key, [length, D], by positions counted from 0, before
             the product: ``nnx.RoPE``, Equinox's ``RotaryPositionalEmbedding``, or any function.
-            Not for decoding steps, since it is not told their position.
+            Not for decoding steps, since it does not receive their position.
     """
 
     is_causal: bool = False
@@ -261,9 +262,9 @@ def make_attention_mask(
     Args:
         query_input: [batch..., T].
         key_input: [batch..., S].
-        pairwise_fn: ``jnp.multiply`` or ``jnp.logical_and``: what is nonzero is no padding;
-            ``jnp.equal``, of integers of up to 32 bits, below 2 ** 31 - 2: numbers of documents.
-            Any other function gives Flax's array.
+        pairwise_fn: ``jnp.multiply`` or ``jnp.logical_and`` if inputs are nonzero where a token is
+            no padding; ``jnp.equal`` if they are the numbers of documents: integers of up to 32
+            bits, below 2 ** 31 - 2. With any other function, Flax's array is returned.
         extra_batch_dims: leading dimensions of 1 of the array.
         dtype: of the array.
     """
@@ -286,10 +287,10 @@ def make_attention_mask(
 
 
 def combine_masks(*masks: Any, dtype: Any = jnp.float32) -> Any:
-    """Flax's ``combine_masks``; a ``Mask`` if all are, and number their documents alike.
+    """Flax's ``combine_masks``; gives a ``Mask`` if all are of this class, with equal documents.
 
     Args:
-        *masks: of this module, arrays, or None; with equal ranks.
+        *masks: masks of this module, arrays, or None; all of the same rank.
         dtype: of the array.
 
     Returns:

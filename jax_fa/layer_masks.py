@@ -1,7 +1,8 @@
 """Masks that layers build, in the form that kernels take instead of T x S entries.
 
 Layers build masks from three parts: causality, padding (hidden queries and keys), and documents (a
-query sees only the keys of its own). The product of such parts is a flag and segment ids.
+query sees only the keys of its own). A product of such parts can be stated as a causal flag and
+segment ids.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from jax import Array
 from jax_fa.runtime import checks
 
 MAX_ENTRIES = 2**24
-"""Of a mask that is read to see what it holds: 4096 x 4096, 40 ms on one core."""
+"""Entries of the largest mask whose values are read: 4096 x 4096, 40 ms on one core."""
 
 _BLOCK = 64
 """Rows that are compared at a time: their temporaries stay in cache."""
 
-# Hidden tokens get segments of their own. The largest ids, since padding follows documents: a block
-# of keys with both then spans no document before its own, and kernels skip it for those.
+# Hidden tokens get segments of their own, with the largest ids, since padding follows documents:
+# the ids of a block of keys that holds both then span no earlier document, and kernels skip the
+# block for the queries of earlier documents.
 _HIDDEN_KEY = 2**31 - 1
 _HIDDEN_QUERY = 2**31 - 2
 
@@ -44,10 +46,10 @@ class Mask:
         lengths: T and S.
         rank: of the array.
         is_causal: query i sees no key beyond i.
-        visible: bool [batch..., T] and [batch..., S]: a query or key elsewhere is hidden from all;
-            None for one part or the other if all are visible.
+        visible: bool [batch..., T] and [batch..., S], False where a query or key is hidden; None
+            for a side that is visible as a whole.
         segments: integers [batch..., T] and [batch..., S]: a query sees only keys of its own
-            segment; None for both if there is one alone.
+            segment; None if there is only one segment.
         dtype: of the array.
     """
 
@@ -59,9 +61,9 @@ class Mask:
     dtype: Any = bool
 
     def ids(self) -> tuple[Array, Array] | None:
-        """int32 [batch..., T] and [batch..., S], equal where a query sees a key but for causality.
+        """int32 [batch..., T] and [batch..., S], equal where a query sees a key, causality aside.
 
-        None if that is everywhere.
+        None if they would be equal everywhere.
         """
         if self.segments is None and all(visible is None for visible in self.visible):
             return None
@@ -119,9 +121,9 @@ def combined(masks: list[Mask]) -> Mask | None:
 def recognised(mask: Any, full: tuple[int, ...]) -> Mask | None:
     """The parts of a mask, if it fits ``full`` = [batch..., N, T, S] and has parts.
 
-    A ``Mask``, and one row of keys for all heads and queries (padding, or a decoding step), need no
-    look at values. For others the values decide, if they can be read without waiting for a
-    device, except once while a program is traced.
+    A ``Mask``, or one row of keys for all heads and queries (padding, or a decoding step), is
+    recognised without reading values. Other masks are recognised by their values, if reading them
+    waits for no device; only while a program is traced, one such wait is accepted.
     """
     if isinstance(mask, Mask):
         arrays = [x for x in jax.tree.leaves(mask) if x.ndim > 1]

@@ -10,13 +10,14 @@ The function is called once, on int32 arrays that broadcast against each other: 
 [B|1, 1, 1, S]. It returns a bool array that broadcasts to [B, N, T, S], made by operations of
 jax.numpy: no ``if``, no ``and``. It may read arrays, traced ones too, such as
 ``documents[batch, q_position] == documents[batch, kv_position]``. ``jnp.vectorize`` turns a
-function of single numbers into one of arrays. What it hides is hidden in addition to the band,
-segments and lengths.
+function of single numbers into one of arrays. It hides keys in addition to those that the band,
+segments and lengths hide.
 
-``q_position`` is the diagonal of a query row, its position among the keys: query_offset and
-alignment are in it (``jax_fa/spec/band.py``). ``kv_position`` counts from the sequence's first key.
-Either may lie beyond the last token: what is read there must not matter. ``batch`` is the number
-of the sequence; in a part of a batch or of heads (``shard_map``) both count from its first.
+``q_position`` is the diagonal of a query row, its position among the keys, and already includes
+query_offset and alignment (``jax_fa/spec/band.py``). ``kv_position`` counts from the sequence's
+first key. Either may lie beyond the last token; the function must not rely on what an array gives
+there. ``batch`` and ``q_head`` are the numbers of the sequence and of the head; if ``shard_map``
+splits the batch or the heads, they count from the first of this device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
 def chunked(size: int) -> MaskFunction:
-    """Causal within chunks of ``size`` positions, blind beyond (as in Llama 4)."""
+    """Causal within chunks of ``size`` positions; other chunks are hidden (as in Llama 4)."""
 
     def visible(batch: Any, q_head: Any, q_position: Any, kv_position: Any) -> Any:
         return (q_position // size == kv_position // size) & (kv_position <= q_position)
@@ -38,7 +39,7 @@ def chunked(size: int) -> MaskFunction:
 
 
 def prefix_lm(length: int) -> MaskFunction:
-    """Causal, but for the first ``length`` keys, which everyone sees."""
+    """Causal, except for the first ``length`` keys, which every query sees."""
 
     def visible(batch: Any, q_head: Any, q_position: Any, kv_position: Any) -> Any:
         return (kv_position < length) | (kv_position <= q_position)

@@ -53,36 +53,37 @@ def attention(  # noqa: PLR0913 (as jax_fa.attention_varlen)
 
     Call it inside ``jax.shard_map`` (or ``jax.pmap``). Results and gradients are those of whole
     sequences. Other axes may split batch and heads. An axis that splits the query's heads has to
-    split those of key and value too, if there is more than one: beside whole ones a device would
-    pair the wrong heads, which its shapes cannot tell (``docs/parallel.md`` has ways around it).
+    split the key/value heads too, if there is more than one: otherwise a device would pair the
+    wrong heads, which its shapes do not reveal (``docs/parallel.md`` has ways around it).
 
     Args:
         query: [B, T, N, D] or [T, N, D]: this device's tokens.
         key: [B, S, K, D] or [S, K, D], likewise. S may differ from T.
         value: [B, S, K, Dv] or [S, K, Dv].
-        bias: as of ``jax_fa.attention``, with the rows of this device and all keys: broadcastable
+        bias: as for ``jax_fa.attention``, with the rows of this device and all keys: broadcastable
             to [B, N, T, S * devices]. "auto" then gathers keys, so that its rows stay here.
-        mask: bool, likewise. Beside ``is_causal`` it is packed into bits that travel where rows do.
+        mask: bool, likewise. It is packed into bits; with ``is_causal``, they travel with the rows.
         context_axis: name of the mesh axis that splits the sequences, or names of several, major
             to minor.
-        strategy: "all_gather" brings all keys to every device, those within reach where a window
-            ends; "all_to_all" exchanges heads for tokens, which K has to allow; "ring" passes keys
-            by and holds nothing of length S * devices. "auto" follows the rule of
-            ``docs/parallel.md``. One for each of several axes makes levels:
-            ("ring", "all_to_all") passes keys along the first and exchanges heads over the second.
-        layout: which tokens this device, i of n, holds of a sequence, of query, key, value and
-            segment ids alike: "contiguous", the i-th part; "zigzag", chunks i and 2n - 1 - i of 2n;
-            "striped", tokens i, i + n, i + 2n, ... What counts tokens (lengths, borders, offsets,
-            windows) counts them in the order of the sequence, whatever the layout. Zigzag tokens
-            stay where they are, striped ones are exchanged for contiguous ones where heads are
-            not.
-        positions: for tokens in any other order, int32 [B, T]: the place in its sequence of each
-            token here, split as the tokens are; a pair of those of queries and keys ([B, S]) where
-            they differ. Over all devices they are 0, 1, 2, ..., each once a sequence; that of a
-            packed row counts through the row. All-to-all alone serves them ("auto" takes it), and
-            N has to be divisible by the devices. What is no such numbering, and known only when
-            the program runs, counts as its ranks do: smaller before larger, equal ones as devices
-            hold them.
+        strategy: "all_gather" brings all keys to every device, or only those within reach of a
+            bounded window; "all_to_all" exchanges heads for tokens, so the axis has to divide K;
+            "ring" passes keys from device to device and holds nothing of length S * devices. "auto"
+            follows the rule of ``docs/parallel.md``. A tuple with one strategy for each of several
+            axes makes levels: ("ring", "all_to_all") passes keys along the first axis and exchanges
+            heads over the second.
+        layout: which tokens of a sequence this device, i of n, holds, the same for query, key,
+            value and segment ids: "contiguous", the i-th part; "zigzag", chunks i and 2n - 1 - i of
+            2n; "striped", tokens i, i + n, i + 2n, ... Arguments that count tokens (lengths,
+            borders, offsets, windows) count them in the order of the sequence, whatever the layout.
+            Zigzag tokens stay where they are; striped tokens are exchanged for contiguous ones,
+            unless heads are exchanged.
+        positions: for tokens in any other order, int32 [B, T]: the place of each token here in its
+            sequence, split as the tokens are. A pair, of queries [B, T] and of keys [B, S], where
+            the two differ. Over all devices they are 0, 1, 2, ..., each exactly once per sequence;
+            in a packed row they count through the whole row. Only all-to-all serves them ("auto"
+            takes it), and the number of devices has to divide N. Values that are no such numbering,
+            if known only when the program runs, count by their ranks: smaller before larger, equal
+            ones in the order in which devices hold them.
         **options: keywords of ``jax_fa.attention`` but for ``return_residual`` and
             ``implementation="cudnn"``. Segment ids are those of this device's tokens. Lengths
             [B] are of whole sequences, ``query_offset`` is of their row 0, ``bottom_right`` aligns
@@ -114,10 +115,10 @@ def attention_with_lse(  # noqa: PLR0913 (as jax_fa.attention_varlen)
     positions: Positions = None,
     **options: Unpack[Keywords],
 ) -> tuple[Array, Array]:
-    """As ``attention``, returning also the log-sum-exp: float32 [B, T, N], with gradient.
+    """``attention`` that also returns the log-sum-exp: float32 [B, T, N], differentiable.
 
     Args:
-        query: as of ``attention``, as is all that follows.
+        query: as for ``attention``, like all other arguments.
         key: this device's tokens.
         value: this device's tokens.
         bias: rows of this device, all keys.
@@ -125,7 +126,7 @@ def attention_with_lse(  # noqa: PLR0913 (as jax_fa.attention_varlen)
         context_axis: the axis that splits the sequences.
         strategy: how.
         layout: which tokens this device holds.
-        positions: those of its tokens, in no layout.
+        positions: the places of its tokens, if they are in no layout.
         **options: keywords of ``attention``.
     """
     given: Options = {"bias": bias, "mask": mask, **options}
@@ -156,13 +157,13 @@ def attention_varlen(  # noqa: PLR0913 (as jax_fa.attention_varlen)
         key: [tokens, K, D].
         value: [tokens, K, Dv].
         cu_seqlens_q: int32 [M + 1], borders within the whole row, the same on every device. A
-            sequence may lie on several.
+            sequence may span several devices.
         cu_seqlens_k: int32 [M + 1], likewise.
-        context_axis: as of ``attention``.
-        strategy: as of ``attention``.
-        layout: as of ``attention``, of the whole row of tokens.
-        positions: int32 [tokens], or a pair: as of ``attention``, in the whole row of tokens.
-        max_seqlen_q: as of ``jax_fa.attention_varlen``, as is all that follows.
+        context_axis: as for ``attention``.
+        strategy: as for ``attention``.
+        layout: as for ``attention``, of the whole row of tokens.
+        positions: int32 [tokens], or a pair: as for ``attention``, in the whole row of tokens.
+        max_seqlen_q: as for ``jax_fa.attention_varlen``, like all that follow.
         max_seqlen_k: not needed.
         seqused_q: int32 [M].
         seqused_k: int32 [M].
@@ -205,26 +206,26 @@ def explain(  # noqa: PLR0913 (as attention)
 
         print(jax_fa.parallel.explain(q, k, v, is_causal=True))
 
-    It names the strategy, and the kernels that devices run between the exchanges, whose sequences
-    and heads are other parts than those of the operands. With ``cu_seqlens_q`` and
+    It names the strategy, and the kernels that devices run between the exchanges; these see other
+    parts of the sequences and heads than the operands hold. With ``cu_seqlens_q`` and
     ``cu_seqlens_k`` the call is that of ``attention_varlen``.
 
     Args:
-        query: as of ``attention``, or its shape as a ``jax.ShapeDtypeStruct``, as are all arrays.
+        query: as for ``attention``, or a ``jax.ShapeDtypeStruct`` of its shape, like all arrays.
         key: likewise.
         value: likewise.
         bias: likewise.
         mask: likewise.
-        context_axis: as of ``attention``.
-        strategy: as of ``attention``.
-        layout: as of ``attention``.
-        positions: as of ``attention``.
-        platform: as of ``jax_fa.explain``.
+        context_axis: as for ``attention``.
+        strategy: as for ``attention``.
+        layout: as for ``attention``.
+        positions: as for ``attention``.
+        platform: as for ``jax_fa.explain``.
         **options: keywords of ``attention`` or ``attention_varlen``.
 
     Returns:
         An ``Explanation`` whose ``choice`` and ``problem`` are those of the first kernel, and whose
-        ``sharing`` names the strategy and all kernels, where they are several.
+        ``sharing`` names the strategy and, if there are several kernels, all of them.
 
     Raises:
         ValueError: the call would raise it, or the platform is unknown.

@@ -1,11 +1,11 @@
-"""The way of a call from its arguments to a custom call, on CPUs, GPUs and meshes of them.
+"""The path of a call from its arguments to a custom call, on CPUs, GPUs and meshes of them.
 
 In the order of calls; a module calls only modules below it (``tests/test_imports.py``)::
 
     api           the public functions
-      eager         outside of jit: what follows as one program, compiled once
+      eager         outside of jit: compiles all that follows as one program, once
       arguments     keywords to operands and semantics, by the converters of ``checks``
-      strategies    only where explicit sharding splits tokens: the way continues per device
+      strategies    only where explicit sharding splits tokens: the rest runs per device
       vjp           what the forward saves for the backward
         primitives    flat arrays; binds a primitive, and the call returns to JAX
 

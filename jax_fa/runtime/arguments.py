@@ -82,7 +82,7 @@ class Call(NamedTuple):
         implementation: what the caller forced, or None.
         bias: [B|1, N|1, T|1, S|1] or None.
         mask: bool, of the same shapes, or None.
-        words: of what a mask function and a block mask say, int32 [B|1, N|1, rows, W|1]
+        words: packed words of a mask function and a block mask, int32 [B|1, N|1, rows, W|1]
             (``masks.py``), or None.
         missing: number of leading dimensions that the caller's query lacked, and results lack too.
     """
@@ -114,12 +114,12 @@ class Call(NamedTuple):
 
     @property
     def with_words(self) -> Operands:
-        """The operands with what a function and blocks say; the mask is not among them."""
+        """The operands with ``words`` as their mask, without the boolean mask."""
         return self.operands._replace(mask_words=self.words)
 
     @property
     def is_pairwise(self) -> bool:
-        """Whether a bias or a mask speaks of single pairs of tokens."""
+        """Whether a bias or a mask has entries for pairs of tokens."""
         return any(x is not None for x in (self.bias, self.mask, self.words))
 
     def as_given(self, result: Array) -> Array:
@@ -209,7 +209,7 @@ def named(qkv: Given, options: Mapping[str, Any], share: Share = WHOLE) -> Call:
 
 
 def check_values(given: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Refuses what shapes and types do not tell, where it is at hand.
+    """Refuses invalid values of arrays, which shapes and types do not reveal, if they can be read.
 
     Args:
         given: all arguments of a call by name, as the caller wrote them.
@@ -346,7 +346,7 @@ def _with_blocks(call: Call, blocks: Array | None, share: Share) -> Call:
     words = masks.by_blocks(blocks, kv_len)
     if share.shards > 1:
         words = masks.by_rows(words, q_len)
-        if q_len <= MASK_BLOCK:  # one row of blocks is this device's, not that of all
+        if q_len <= MASK_BLOCK:  # the only row of blocks is this device's, not one for all devices
             words = jnp.broadcast_to(words, (*words.shape[:2], q_len, words.shape[3]))
     return call._replace(words=_both_words(call.words, words, operands))
 
@@ -525,7 +525,7 @@ def _check_sinks(given: Any) -> None:
 
 
 def _check_borders(side: str, given: Any, total: int, longest: Any) -> None:
-    """Refuses borders that describe no packing, and a bound that does not hold, where at hand."""
+    """Refuses borders that describe no packing, and a wrong bound, if borders can be read."""
     name = f"cu_seqlens_{side}"
     if longest is not None:
         longest = checks.integer(f"max_seqlen_{side}", longest)

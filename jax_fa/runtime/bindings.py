@@ -154,7 +154,7 @@ def _attributes(semantics: Semantics, stem: str = "") -> dict[str, Any]:
 
 
 def rows_of(saved: Saved) -> Rows:
-    """What a bias's gradient takes, of what a backward does."""
+    """Those inputs of a backward that the gradient of a bias takes."""
     dtype = wide(saved.out.dtype)
     products = saved.out.astype(dtype) * saved.dout.astype(dtype)
     return Rows(saved.lse, saved.dout, jnp.sum(products, axis=-1) - saved.dlse)

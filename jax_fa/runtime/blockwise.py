@@ -1,8 +1,8 @@
 """Attention in plain jnp, one block of query rows after another: what runs where no kernel serves.
 
 A block of rows is an attention problem of its own, whose rows stand further down the diagonal
-(``_rows``), so the arithmetic is that of ``reference``. Scores of one block exist at a time: the
-memory is O(block x S), in the gradient too, because a block is computed anew there.
+(``_rows``), so the arithmetic is that of ``reference``. Only the scores of one block exist at a
+time: memory is O(block x S), in the gradient too, because the gradient recomputes each block.
 Differentiable any number of times in any mode.
 """
 
@@ -63,8 +63,8 @@ def forward(
     return _forward(operands, scale, bias, mask, semantics=semantics, rows=rows)
 
 
-# Compiled even where the caller is not: a loop that is traced anew would be compiled anew, and the
-# infinities that masks work with are not those that jax_debug_infs looks for.
+# Jitted even if the caller is not: otherwise each call would trace and compile the loop again, and
+# jax_debug_infs would report the infinities that masks use on purpose.
 @partial(jax.jit, static_argnames=("semantics", "rows"), inline=True)
 def _forward(
     operands: Operands,
@@ -152,8 +152,8 @@ def bias_gradient(
     return jnp.swapaxes(by_blocks[0], 1, 2) if has_rows else total.astype(bias.dtype)
 
 
-# Blocks read the rows of a bias where they lie. JAX would add up the gradient of such reads in an
-# array as large as the bias, anew for each block; so derivatives take another way, as rows that are
+# Blocks read the rows of a bias in place. JAX would add up the gradient of such reads in an array
+# as large as the bias, a new one for each block; so derivatives take another path, as rows that are
 # handed out block by block.
 
 
@@ -213,8 +213,8 @@ def _scan(
     """``lax.scan`` over blocks of rows; the last block may be smaller.
 
     Args:
-        one_block: from the carry, the block's first row and its part of ``by_row`` to the carry and
-            results whose axis 1 is the block's rows.
+        one_block: function of the carry, the block's first row and its part of ``by_row``; returns
+            the carry, and results whose axis 1 is the block's rows.
         carry: of the first block.
         by_row: arrays that are split along their rows.
         rows: of all blocks but the last.

@@ -5,7 +5,7 @@ type raises TypeError; a wrong value, shape or element type raises ValueError: t
 ``jax.nn.dot_product_attention`` for the same mistakes.
 
 Values are read only where that waits for no device: in Python numbers, lists, NumPy arrays and JAX
-arrays on the CPU. Of traced arrays, and those on a GPU, only shape and type are checked.
+arrays on the CPU. For traced arrays, and arrays on a GPU, only shape and type are checked.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _before_conversion(name: str, given: Any) -> Array | np.ndarray:
 
 
 def _fitting(name: str, value: Array | np.ndarray) -> Array:
-    """As int32, refusing values that are not: others would silently become another number."""
+    """The array as int32; refuses values that do not fit, which would become other numbers."""
     if isinstance(value, jax.Array) and value.dtype == np.int32 and not value.weak_type:
         return value
     info = jnp.iinfo(value.dtype)

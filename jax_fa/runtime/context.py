@@ -2,15 +2,15 @@
 
 Every device holds the rows and keys of its part of a sequence. A ``Job`` says how they meet:
 
-* all-gather: the keys of all devices come to the rows of each, those of neighbours alone where a
+* all-gather: each device receives the keys of all devices, or only those of its neighbours if a
   window reaches no further.
 * ring: keys pass by, one device's at a time; outputs merge by their LSE, gradients of keys travel
   with them.
 
-Under a causal mask the last device's rows see most. A balanced job deals tokens anew: chunk ``2 i``
-stays with device i, chunk ``2 i + 1`` goes to device ``n - 1 - i``, so that every device has an
-early and a late one. Outputs and gradients go back to where their tokens came from. Zigzag tokens
-are dealt like that before the call, and stay where they are.
+Under a causal mask the last device's rows see the most keys. A balanced job redistributes tokens:
+chunk ``2 i`` stays with device i, chunk ``2 i + 1`` goes to device ``n - 1 - i``, so that every
+device has an early and a late one. Outputs and gradients go back to where their tokens came from.
+Zigzag tokens are distributed like that before the call, and stay where they are.
 
 ``over_heads`` exchanges heads for tokens before any of this: all-to-all.
 """
@@ -43,10 +43,10 @@ Axis = Hashable | tuple[Hashable, ...]
 """Name of a mesh axis, or names of several that are split as one, major to minor."""
 
 HEAD_CHUNKS = 2
-"""Parts of its heads that a device receives one after another (all-to-all), at most."""
+"""The most parts in which a device receives its heads, one after another (all-to-all)."""
 
 MIN_KV_HEADS = 2
-"""Key/value heads of such a part at least: the backward of one alone takes half as long again (one
+"""The fewest key/value heads of such a part: the backward of one takes half as long again (one
 H200, T = 16384, D = 128, causal, forward and backward: 32:8 heads 12.5 ms, 32:2 13.0, 32:1 19.4).
 """
 
@@ -67,7 +67,7 @@ class Job:
         implementation: what the caller forced, or None.
         axis: the axis that splits the sequences.
         strategy: see the module.
-        is_balanced: tokens are dealt anew.
+        is_balanced: tokens are redistributed, as described above.
         reach: all-gather from neighbours alone; None gathers everything.
         is_paired: a ring of two chunks a device under a plain causal mask. Two chunks of rows meet
             two of keys at every step; two of those four pairs are wholly visible, and two hidden.
@@ -109,8 +109,8 @@ def attention(operands: Operands, job: Job, saved: Result | None = None) -> Resu
     """(out, lse) of this device's rows, differentiable once in reverse mode through both.
 
     Args:
-        operands: what is per token (``parts.per_token``) of this device's tokens, mask and bias of
-            its rows and all keys, without a map; all else of whole sequences.
+        operands: the per-token ones (``parts.per_token``) of this device's tokens; mask, without
+            its map, and bias of its rows and all keys; all others of whole sequences.
         job: how the devices go about it.
         saved: the results, if they are known: only their gradient is then left to compute.
     """
@@ -145,11 +145,11 @@ def over_heads(
     Heads are exchanged in chunks, so that XLA can copy one beside the products of another.
 
     Args:
-        operands: as of ``attention``; the axis divides the query heads. Key/value heads that it
+        operands: as for ``attention``; the axis divides the query heads. Key/value heads that it
             does not divide are sent to several devices.
         axis: devices that exchange heads for tokens.
         attend: attention over tokens in their order, given its results if known.
-        saved: as of ``attention``.
+        saved: as for ``attention``.
         orders: of the query's tokens, and of the keys; None if devices hold them in order.
     """
     operands = varying(operands, axis)
@@ -241,10 +241,10 @@ class _Exchange(NamedTuple):
     def all_keys(self, x: Array, order: Order, index: int) -> Array:
         """As ``all_tokens``, but on arrival there is something left to do before a kernel starts.
 
-        HAZARD: XLA does that while the exchange of the next chunk sets out. A kernel at once would
-        occupy all multiprocessors, and what comes late on one device waits for the end of the
-        kernel, while the other device's kernel lacks the multiprocessors that hold the exchange
-        (two H100s, T = 65536: 33 ms instead of 28).
+        HAZARD: XLA does that while the exchange of the next chunk starts. A kernel that started at
+        once would occupy all multiprocessors: an exchange that is late on one device would wait
+        for the kernel to end, while the other device's kernel would lack the multiprocessors that
+        the exchange holds (two H100s, T = 65536: 33 ms instead of 28).
         """
         sent = self._chunk(x, 2, index)
         sent = sent.reshape(*x.shape[:2], -1, x.shape[3])
@@ -284,7 +284,7 @@ class _Exchange(NamedTuple):
 
 
 def _num_chunks(own_heads: int) -> int:
-    """Chunks in which a device is sent its ``own_heads`` key/value heads, and theirs of a query."""
+    """Chunks in which a device receives its ``own_heads`` key/value heads and their query heads."""
     most = max(min(HEAD_CHUNKS, own_heads // MIN_KV_HEADS), 1)
     return max(count for count in range(1, most + 1) if own_heads % count == 0)
 
@@ -349,8 +349,8 @@ def _forward(operands: Operands, saved: Result | None, job: Job) -> tuple[Result
         return saved, _Residuals(whole, rows, keys, dealt, operands.sinks)
     seen = _gathered(job, keys)
     if job.is_balanced:
-        # A device that waits for rows between its products waits for the slowest: on two GPUs the
-        # exchange between the two calls made 28 ms of products 40.
+        # A device that waits for rows between its products waits for the slowest device: on two
+        # GPUs, the exchange between the two calls turned 28 ms of products into 40.
         rows, seen = jax.lax.optimization_barrier((rows, seen))
     results: list[Any] = [None] * len(rows)
     for step, visiting in enumerate(_visits(job, seen)):
@@ -373,7 +373,7 @@ def _forward(operands: Operands, saved: Result | None, job: Job) -> tuple[Result
 def _backward(job: Job, residuals: _Residuals, cotangents: Result) -> tuple[Operands, None]:
     whole, rows, keys, results, all_sinks = residuals
     dresults = list(zip(*(_dealt(job, x) for x in cotangents), strict=True))
-    # Tied to the cotangents, keys are gathered anew: XLA would keep those of the forward, O(T).
+    # Keys are tied to the cotangents, to be gathered again: XLA would keep the forward's, O(T).
     keys, dresults = jax.lax.optimization_barrier((keys, dresults))
     seen = _gathered(job, keys)
     if job.is_balanced:
@@ -445,7 +445,7 @@ class _Pair(NamedTuple):
 
 
 def _pairs(job: Job, step: int, num_rows: int, num_keys: int) -> list[_Pair]:
-    """Who meets at a step.
+    """Which chunks of rows and keys meet at a step.
 
     Of chunks that are in pairs, this device has those numbered ``2 i`` and ``2 (n - 1 - i) + 1``,
     the visitors come from device j. The first rows see the first keys if ``j < i`` and otherwise

@@ -186,7 +186,8 @@ def _alone(problem: Problem, target: Target, operation: Operation) -> str:
 def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel:
     """The fastest kernel that every family of ``target`` has for ``problem``.
 
-    Where none has, one that C++ refuses by its name; none for what no kernel is written for.
+    If every kernel is missing on some family, one that C++ then refuses by name; an empty
+    ``Kernel`` if none is written for the problem.
 
     Args:
         problem: what one device launches: of packed operands, with a slot in front.
@@ -216,7 +217,7 @@ def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel
 
 
 def _give_dbias(problem: Problem, kernels: set[Reader]) -> bool:
-    """Whether all of the kernels that may run, and there are some, give the gradient of a bias."""
+    """Whether there are kernels that may run, and all of them give the gradient of a bias."""
     return problem.is_bias_whole and set() != kernels <= {*schema.WRITERS_OF_DBIAS}
 
 

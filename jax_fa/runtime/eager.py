@@ -2,10 +2,10 @@
 
 Run operation by operation, such a call costs a multiple of what its kernel takes: JAX starts the
 operations one by one, and traces the rules of the derivative in each call. As one jitted function
-it starts one program, and its gradient another. The key of that program is all that decides what it
-is: shapes and types of arrays, the other arguments with their types, and contexts, those of this
-package too, which are part of the key of every jit. What the values in arrays say is checked in
-each call, before it.
+it starts one program, and its gradient another. The cache key of that program is everything that
+determines it: shapes and types of arrays, the other arguments with their types, and contexts
+(including this package's own, which are part of the key of every jit). The values in arrays are
+checked in each call, before the program starts.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Given(NamedTuple):
 
 
 def _given(qkv: Given, options: Mapping[str, Any]) -> _Given | None:
-    """The arguments, values checked; None if one that should be a constant is none."""
+    """The arguments with their values checked; None if one that has to be a constant is not."""
     settings, arrays = [], {}
     every = {"query": qkv[0], "key": qkv[1], "value": qkv[2], **options}
     for name, x in every.items():
@@ -114,8 +114,8 @@ def _constant(x: Any) -> Any:
 
 
 _AROUND = ("LinearizeTrace", "BatchTrace")
-"""What ``grad`` and ``vmap`` put around a call: JAX has the gradient of a jitted function, and its
-vmapped form, in caches too. Not ``jvp``, which our own rules have to see to say what to do."""
+"""Traces of ``grad`` and ``vmap`` around a call: JAX caches the gradient of a jitted function, and
+its vmapped form, too. ``jvp`` is not among them: our own rules have to see it to say what to do."""
 
 
 def _is_outside() -> bool:

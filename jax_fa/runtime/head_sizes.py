@@ -1,9 +1,10 @@
-"""Head sizes that kernels do not take: columns of zeros, up to the next multiple of 8.
+"""Padding for head sizes that kernels do not take: columns of zeros, to the next multiple of 8.
 
 Zeros behind query and key add nothing to a score; behind values and their cotangents they give
-columns of zeros, in the output and in gradients. Scale and LSE do not depend on them. Only the call
-of a kernel, on one device, has them: what a forward saves and what devices send each other has the
-caller's head sizes. Up to the size that a kernel is compiled for, it fills with zeros itself.
+columns of zeros, in the output and in gradients. Scale and LSE do not depend on them. Only the
+arrays of a kernel call, on one device, are padded: what a forward saves and what devices send each
+other has the caller's head sizes. From the padded size to the one it is compiled for, a kernel
+fills in zeros itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Heads = tuple[int, int]
 
 
 def padded(operation: Operation, arrays: Mapping[str, Array], heads: Heads) -> dict[str, Array]:
-    """What an operation takes, by name, for a kernel of ``heads``: columns of zeros are added."""
+    """Inputs of an operation, by name, with columns of zeros added for a kernel of ``heads``."""
 
     def pad(name: str, x: Array) -> Array:
         more = _extent(name, x, heads) - x.shape[-1]

@@ -62,7 +62,7 @@ def command(families: Collection[str]) -> str:
     To be run at the place that ``where`` names.
     """
     source, is_editable, installer = origin()
-    # uv keeps the wheels that it built of a folder, and builds anew what it is to reinstall.
+    # uv keeps the wheels that it built from a folder, and rebuilds what it is told to reinstall.
     is_uv = installer == "uv"
     again = (
         "uv pip install --reinstall-package jax_fa" if is_uv else "pip install --force-reinstall"

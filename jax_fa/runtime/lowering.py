@@ -21,10 +21,10 @@ def lowering_for(*families: str) -> AbstractContextManager[None]:
         with jax_fa.lowering_for("sm90"):
             exported = jax.export.export(step, platforms=["cuda"])(params, batch)
 
-    Elsewhere a program is for the GPUs of this machine; where there is none, for all families that
-    this installation holds kernels of, and what one of them has no kernel for runs unfused on each.
-    On a GPU of another family than those given, a program so lowered ends with an error that names
-    the kernel. ``explain`` answers for the families given.
+    Outside of this context, a program is lowered for the GPUs of this machine; if it has none, for
+    all families that this installation holds kernels for, and a call for which one of them has no
+    kernel runs unfused on all of them. On a GPU of any other family, a program lowered within the
+    context ends with an error that names the kernel. ``explain`` answers for the families given.
 
     Args:
         *families: names such as "sm90" (``python -m jax_fa`` lists those installed).

@@ -69,10 +69,10 @@ def places(
 
 
 def evaluated(function: MaskFunction, at: Places) -> Array:
-    """Bool [B|1, N|1, T|1, S|1]: what the function says, of 1 where it does not depend on it.
+    """Bool [B|1, N|1, T|1, S|1]: the function's values, extent 1 where it ignores a dimension.
 
     Raises:
-        ValueError: the function fails, or gives something else.
+        ValueError: the function fails, or does not return such an array.
     """
     shapes = {name: list(x.shape) for name, x in at._asdict().items()}
     called = "attention: mask_mod, called with int32 arrays " + ", ".join(
@@ -110,10 +110,10 @@ def evaluated(function: MaskFunction, at: Places) -> Array:
 
 
 def words(function: MaskFunction, at: Places) -> Array:
-    """int32 words [B|1, N|1, T|1, W|1] (``masks.py``) of what the function says.
+    """int32 words [B|1, N|1, T|1, W|1] (``masks.py``) of the mask that the function describes.
 
     Rows are evaluated block by block: where XLA fuses a function with the packing, no array of all
-    pairs exists, and where it does not, none of more than ``PAIRS``.
+    pairs exists; where it does not, there is no array of more than ``PAIRS`` pairs.
     """
     if math.prod(np.broadcast_shapes(*(x.shape for x in at))) <= PAIRS:
         return masks.packed_by_sum(evaluated(function, at))

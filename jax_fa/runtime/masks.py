@@ -1,10 +1,10 @@
-"""Dense masks as kernels read them: packed words, and a map of blocks that need no look at words.
+"""Dense masks as kernels read them: packed words, and a map of blocks that saves reading words.
 
 A boolean mask [B|1, N|1, T|1, S|1] becomes int32 words [B|1, N|1, T|1, W|1] of 32 keys each, an
-eighth of its size; a dimension along which it is broadcast stays 1. One of blocks of 128 x 128
+eighth of its size; a dimension along which it is broadcast stays 1. A mask of 128 x 128 blocks
 becomes words with a row for each 128 queries. The map has a bit for each block of 16 rows and 16
-keys in two planes: whether any pair of the block is visible, and whether all are. By it kernels
-skip what is hidden, and do not mask what is not.
+keys in two planes: whether any pair of the block is visible, and whether all are. With the map,
+kernels skip hidden blocks, and apply no mask to wholly visible ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def mapped(operands: Operands) -> Operands:
 
 
 def packed(mask: Array) -> Array:
-    """int32 words [..., W] of a boolean mask [..., S]; of one [..., 1] a word that says it all.
+    """int32 words [..., W] of a boolean mask [..., S]; of one [..., 1], one word for all keys.
 
     Bits beyond key S are 0.
     """
@@ -48,14 +48,14 @@ def packed(mask: Array) -> Array:
 
 
 def packed_by_sum(mask: Array) -> Array:
-    """As ``packed``, for a mask that is computed on the way: nothing is computed 32 times."""
+    """``packed`` for a mask that is computed on the fly: no element is computed 32 times."""
     if mask.shape[-1] == 1:
         return jnp.where(mask, jnp.int32(-1), jnp.int32(0))
     return _words(_split(mask, WORD_KEYS, pad=False))
 
 
 def by_blocks(blocks: Array, kv_len: int) -> Array:
-    """int32 words [B|1, N|1, rows, W|1] of which blocks of 128 x 128 a mask shows.
+    """int32 words [B|1, N|1, rows, W|1] of the mask that 128 x 128 blocks describe.
 
     Args:
         blocks: bool [B|1, N|1, rows, columns].
@@ -70,7 +70,7 @@ def by_blocks(blocks: Array, kv_len: int) -> Array:
 
 
 def of_pairs(blocks: Array, q_len: Any, kv_len: Any) -> Array:
-    """The mask [B|1, N|1, T|1, S|1] of which ``blocks`` are."""
+    """The mask [B|1, N|1, T|1, S|1] that ``blocks`` describe."""
     for axis, length in ((2, q_len), (3, kv_len)):
         if blocks.shape[axis] > 1:
             blocks = jnp.take(blocks, jnp.arange(length) // MASK_BLOCK, axis=axis, mode="clip")
@@ -78,7 +78,7 @@ def of_pairs(blocks: Array, q_len: Any, kv_len: Any) -> Array:
 
 
 def both(words: Array, other: Array, q_len: int) -> Array:
-    """The words of what two masks show."""
+    """The words of the pairs that two masks both show."""
     if q_len in (words.shape[2], other.shape[2]):
         words, other = by_rows(words, q_len), by_rows(other, q_len)
     return words & other
@@ -90,7 +90,7 @@ def block_map(words: Array, q_len: int, kv_len: int) -> Array:
     Args:
         words: of a mask, [B|1, N|1, rows, W|1].
         q_len: T.
-        kv_len: S. What lies beyond the last row or key hides nothing, and shows nothing.
+        kv_len: S. Pairs beyond the last row or key count neither as hidden nor as visible.
     """
     width = words.shape[3]
     says_all = width * WORD_KEYS < kv_len

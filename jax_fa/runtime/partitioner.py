@@ -1,8 +1,8 @@
 """Answers to XLA's partitioner: one device's share of a call that plain ``jit`` splits.
 
-XLA hands over the text of a call (``partitioning``) and how its arrays are sharded, and is given
-the module of one device. Devices that hold parts of the same sequences meet in it as under
-``jax.shard_map`` (``strategies``), over axes of a mesh that is read off the sharding.
+XLA hands over the text of a call (``partitioning``) and how its arrays are sharded, and receives
+the module that one device runs. In it, devices that hold parts of the same sequences exchange them
+as under ``jax.shard_map`` (``strategies``), over axes of a mesh that is derived from the sharding.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _one_device(call: Call, mesh: _Mesh, *arrays: Array) -> list[Array]:
 
 
 def _own_part(call: Call, operands: Operands, mesh: _Mesh) -> arguments.Call:
-    """The call of this device's tokens, which has all rows of a mask of blocks."""
+    """The call of this device's tokens; of a block mask, which has all rows, it takes its own."""
     words, count = operands.mask_words, operands.q.shape[1]
     if words is not None and words.shape[2] > 1 and "Tm" not in (call.by_token or ()):
         words = masks.rows_of_blocks(words, jax.lax.axis_index(mesh.context) * count, count)
@@ -253,7 +253,7 @@ def _own_part(call: Call, operands: Operands, mesh: _Mesh) -> arguments.Call:
 def _about_rows(
     operation: Operation, part: arguments.Call, arrays: Sequence[Array]
 ) -> tuple[Result, Result]:
-    """(out, lse), (dout, dlse) of a gradient's call; ``arrays`` are what it has for its rows."""
+    """(out, lse), (dout, dlse) of a call for gradients; ``arrays`` are its inputs for each row."""
     if operation == "bwd":
         out, lse, dout, dlse = arrays
         return (out, lse), (dout, dlse)

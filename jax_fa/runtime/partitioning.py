@@ -37,16 +37,16 @@ class Call(NamedTuple):
     Attributes:
         operation: forward or backward.
         platform: whose kernel.
-        present: names of the operands; a backward takes ``schema.SAVED`` behind them, a bias's
-            gradient ``schema.ROWS``.
+        present: names of the operands; a backward takes ``schema.SAVED`` after them, the gradient
+            of a bias ``schema.ROWS``.
         semantics: what is computed.
         may_share: whether devices may share a key/value head, a sequence or the gradient of a
             bias: they then exchange keys, or sum gradients.
         broadcast: letters of a mask's and a bias's dimensions that are 1.
         by_token: letters of their rows where each query has its own; None in older programs, whose
             tokens do not split beside a mask or a bias.
-        kernel: which one, if it was chosen for these very shapes. Text has none: the part of a
-            device may be served by another.
+        kernel: which one, if it was chosen for these very shapes. ``text`` omits it: the part of
+            one device may be served by another kernel.
         gives_dbias: a backward's results have the gradient of the bias among them.
     """
 
@@ -149,9 +149,9 @@ def _abstract(*arrays: Any, call: Call) -> list[Any]:
 
 
 def _automatic_axes(context: Any) -> Literal["none", "some", "all"]:
-    """Over how much of the devices XLA's partitioner splits a program; ``shard_map`` leaves less.
+    """How many of the mesh axes XLA's partitioner splits over; ``shard_map`` takes the others.
 
-    One device is nothing to split.
+    On one device there is nothing to split.
     """
     if isinstance(context, mlir.ShardingContext) and context.num_devices > 1:
         return "all"

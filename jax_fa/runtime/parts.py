@@ -1,8 +1,8 @@
 """Parts of an attention problem: some of its rows against some of its keys, a problem of its own.
 
-Rows that begin further down stand further down the diagonal, and keys that begin further on move it
-back. So the arithmetic of a part is that of any problem, whose ``q_offset`` holds the whole
-diagonal: blocks of rows (``blockwise``) and devices that share a sequence (``parallel``) are parts.
+Rows that begin later start further down the diagonal, and keys that begin later move it back. So a
+part is computed like any problem, with the whole diagonal in its ``q_offset``. Blocks of rows
+(``blockwise``), and what each of several devices holds of a sequence (``parallel``), are parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Side(NamedTuple):
     used: Array | None
 
     def part(self, first: Any, count: Any) -> tuple[Side, Any]:
-        """Of the tokens ``first .. first + count - 1``; and what of each sequence lies before."""
+        """The side of tokens ``first .. first + count - 1``; each sequence's tokens before them."""
         if self.borders is None:
             return Side(None, None if self.used is None else self.used - first), first
         skipped = jnp.maximum(first - self.borders[:-1], 0)

@@ -28,7 +28,7 @@ class _Tokens(NamedTuple):
 
 
 def with_a_sequence(operands: Operands) -> Operands:
-    """Operands of at least one sequence, for every token to have the number of one."""
+    """Operands with at least one sequence, so that every token has a sequence number."""
     is_without = operands.is_packed and operands.num_sequences == 0
     return with_slot_in_front(operands) if is_without else operands
 
@@ -60,7 +60,7 @@ def tokens_of(operands: Operands, extents: tuple[Any, Any]) -> tuple[_Tokens, _T
 
 
 def used_rows(operands: Operands) -> Array:
-    """Bool [B, T]: the rows that are some sequence's."""
+    """Bool [B, T]: the rows that belong to a sequence."""
     return _tokens(operands.q.shape[:2], operands.cu_seqlens_q, operands.q_lengths).used
 
 
@@ -195,8 +195,8 @@ def _products_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -
 def _weighted(weights: Array, v: Array, visible: Array | None) -> Array:
     """Weights [B, K, G, T, S] times v [B, S, K, Dv], summed over visible keys: [B, T, K, G, Dv].
 
-    What a hidden key holds does not matter: its weight is 0, but 0 * NaN is not. So sums are over
-    finite values, and another product tells which of the others a row sees.
+    What a hidden key holds must not matter: its weight is 0, but 0 * NaN is NaN. So sums are over
+    finite values, and a second product finds the other values that a row sees.
     """
     if visible is None:
         return _einsum("bkgts,bskd->btkgd", weights, v)
@@ -296,8 +296,8 @@ def backward(
     """Gradients from a given LSE, which may cover more keys than these operands hold.
 
     Args:
-        operands: as of ``forward``.
-        semantics: as of ``forward``.
+        operands: as for ``forward``.
+        semantics: as for ``forward``.
         out: [B, T, N, Dv], the output that belongs to ``lse``.
         lse: float32 [B, T, N].
         dout: cotangent of ``out``.
@@ -368,8 +368,8 @@ def bias_gradient(
     """The gradient of ``operands.bias``, in the type of accumulation.
 
     Args:
-        operands: as of ``forward``.
-        semantics: as of ``forward``.
+        operands: as for ``forward``.
+        semantics: as for ``forward``.
         lse: float32 [B, T, N].
         dout: cotangent of the output.
         delta: [B, T, N], rowsum(dout * out) less the cotangent of the LSE.

@@ -1,7 +1,7 @@
 """Borders and offsets known at run time, in the form that every path relies on.
 
-Nothing can refuse a value that is known only on the device. So borders and offsets outside their
-range have a meaning, the same everywhere, and get it here, once, before any path sees them; CPU and
+A value that is known only on the device cannot be refused. So borders and offsets outside their
+range have a meaning, the same everywhere; it is applied here, before any path sees them. CPU and
 GPU kernels that a program calls by itself read borders by the same rule.
 """
 
@@ -22,8 +22,8 @@ _WHOLE_SLOT = jnp.iinfo(jnp.int32).max
 def borders(cu_seqlens: Array, total: int) -> Array:
     """``cu_seqlens`` as every path reads them: ascending, from 0 to ``total``.
 
-    Border m is the largest of those up to m within the array. So slots lie in the array and apart,
-    and a border that descends makes its slot empty.
+    Border m becomes the largest of the borders up to m, clamped to the array. So slots lie in the
+    array and do not overlap, and a border that descends makes its slot empty.
     """
     return jax.lax.cummax(jnp.clip(cu_seqlens, 0, total))
 
@@ -37,7 +37,7 @@ def with_slot_in_front(operands: Operands) -> Operands:
     """Packed operands with an unused sequence in front, whose slot ends where the first begins.
 
     GPU kernels write the rows of every slot and those behind the last one; rows before the first
-    slot belong to none. And then there is a sequence, if there was none.
+    slot belong to none. The slot in front also ensures that there is at least one sequence.
     """
     assert operands.is_packed
 

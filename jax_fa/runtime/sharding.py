@@ -1,4 +1,4 @@
-"""The sharding of attention: batch, heads and tokens split over devices, head sizes do not.
+"""The sharding of attention: batch, heads and tokens are split over devices, head sizes are not.
 
 The rule is stated once, as dimension names (``_FACTORS``) of every array; the Shardy rule
 for propagation under ``jit``, the parts that devices compute (``partitioner``) and the result
@@ -25,8 +25,8 @@ _FACTORS = {
     **{"Bm": "b", "Nm": "kg", "Tm": "u", "Wm": "w", "2": "z", "Tc": "x", "Wc": "y"},
     **{"Ba": "b", "Na": "kg", "Ta": "j", "Sa": "l"},
 }
-"""Dimension names by letters of ``schema.py``. A mask and a bias have all keys on every device, and
-where each query has a row of its own (``Names.by_token``) its rows alone."""
+"""Dimension names by letters of ``schema.py``. Every device has all keys of a mask and a bias, but
+only its own rows, if each query has a row (``Names.by_token``)."""
 
 BY_TOKEN = ("Tm", "Ta")
 """Rows of a mask or bias: those of the query, or fewer."""

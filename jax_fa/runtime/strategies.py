@@ -28,7 +28,7 @@ from jax_fa.spec.problem import Gradients, Operands, Problem
 Strategy = Literal["auto", "all_gather", "all_to_all", "ring"]
 
 Positions = ArrayLike | tuple[ArrayLike, ArrayLike] | None
-"""As a caller gives them: of queries and keys alike, or a pair."""
+"""Positions as a caller gives them: one array for queries and keys, or a pair."""
 
 
 class Level(NamedTuple):
@@ -117,7 +117,7 @@ def _extent(mesh: Any, axis: Any) -> int:
 
 
 def gradients(call: Call, axis: Axis, saved: Result, cotangents: Result) -> Gradients:
-    """Gradients of ``run`` with strategy "auto", given its results; sinks' summed over the axis."""
+    """Gradients of ``run`` by "auto", given its results; that of sinks is summed over the axis."""
     names = [name for name in ("q", "k", "v", "sinks") if name in call.operands.present]
     moving = {name: getattr(call.operands, name) for name in names}
 
@@ -137,9 +137,9 @@ class How(NamedTuple):
 
     Attributes:
         axis: the axis that splits sequences, or several.
-        strategy: as of ``parallel.attention``.
+        strategy: as for ``parallel.attention``.
         layout: which tokens a device holds.
-        positions: of this device's tokens, as of ``parallel.attention``; None if ``layout`` tells.
+        positions: of this device's tokens, as for ``parallel.attention``; None if ``layout`` tells.
     """
 
     axis: Axis
@@ -212,7 +212,7 @@ def _whole_axes(query: Array, array: Array, axis: Axis) -> list[Any]:
 
 
 def _positions(call: Call, how: How) -> tuple[Array, Array] | None:
-    """Those of queries and of keys, int32 [B, T] and [B, S], as far as they can be checked."""
+    """Positions of queries and of keys, int32 [B, T] and [B, S]; values checked if known."""
     if how.positions is None:
         return None
     if how.layout != "contiguous":
@@ -242,7 +242,7 @@ def _positions(call: Call, how: How) -> tuple[Array, Array] | None:
 
 
 def _positions_of(side: str, given: Any, call: Call, axis: Axis) -> Array:
-    """Those of one side, int32 with the batch and tokens of its operand."""
+    """Positions of one side, int32 with the batch and tokens of its operand."""
     name, operands = f"positions of {side}", call.operands
     values, array = checks.at_hand(given), checks.integers(name, given)
     query, shape = operands.q, (operands.q if side == "queries" else operands.k).shape[:2]
@@ -271,7 +271,7 @@ def _positions_of(side: str, given: Any, call: Call, axis: Axis) -> Array:
 
 
 def _orders(how: How, axis: Axis) -> tuple[Order, Order]:
-    """Of the query's tokens and of the keys."""
+    """The order of the query's tokens and that of the keys."""
     if how.positions is None:
         return (Order(how.layout, size_of(axis)),) * 2
     *aligned, _ = primitives.aligned([*how.positions, jax.lax.axis_index(axis)])
@@ -448,10 +448,10 @@ def _check_level_by_position(call: Call, level: Level) -> None:
 
 
 def _job(call: Call, level: Level, layout: Layout = "contiguous", shards: int = 1) -> Job:
-    """How devices along the axis of ``level`` meet, each of which holds ``shards`` times T and S.
+    """The job of the devices along the axis of ``level``; each holds ``shards`` times T and S.
 
-    A causal mask is balanced where it hides much, and chunks are of equal size. Rows of a bias
-    would have to travel, too, which takes longer than their products.
+    A causal mask is balanced if it hides much and chunks are of equal size, but not beside a bias:
+    its rows would have to be sent too, which takes longer than their products.
     """
     size, band = size_of(level.axis), call.semantics.band
     is_gather = level.strategy == "all_gather" and layout == "contiguous"

@@ -1,4 +1,4 @@
-"""How a problem is answered: the configuration of the kernel for a key, whatever its family."""
+"""The configuration of the kernel for a key, whatever its family."""
 
 from __future__ import annotations
 

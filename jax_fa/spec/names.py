@@ -1,4 +1,4 @@
-"""How kernels are called, and what of a family their names tell: C++ goes by names."""
+"""The names of kernels, and what can be told from a name alone, since C++ finds kernels by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def kind_of(operation: Operation, stem: str) -> Kind:
 
 
 def stem(key: KernelKey) -> str:
-    """What the names of a kernel's variants have in common, whatever the family and operation."""
+    """The part of a name that a kernel's variants share, whatever the family and operation."""
     cap = "_cap" if key.has_soft_cap else ""
     split = ENDINGS["few"] if key.is_few else "_split" if key.is_split else ""
     bias = ENDINGS["bias"] if key.has_bias else ""

@@ -18,20 +18,20 @@ Conventions
   Neither contributes to any gradient but the sink's own.
 * The gradient through the softmax is ``dz = p * (dp - delta)`` with
   ``delta = rowsum(dO * O) - dLSE``, and ``d sink = -sum over rows of exp(sink - lse) * delta``.
-  The gradient of a bias is that of the logits before the cap, summed over what it is the same for.
+  The gradient of a bias is that of the logits before the cap, summed where the bias is broadcast.
 * A sequence is a slot of an array: row b of [B, T, ...], or ``cu_seqlens[b] .. cu_seqlens[b+1]`` of
   a packed [1, total, ...] array. Lengths shorter than the slot leave padding rows, whose content
   (NaN included) never reaches a result and whose gradients are 0. Bottom-right alignment uses the
   used lengths.
-* Values that come at run time mean something whatever they are, the same on every platform.
-  Lengths are clamped to 0 .. slot. Borders are clamped to the array, and a border counts as no
-  smaller than those before it, so that slots lie apart; rows of no slot give output 0 and
-  ``lse = -inf``, keys of none are seen by nobody and have gradients of 0. Offsets are clamped to
-  ``MAX_OFFSET`` (2 ** 28) in magnitude: where no length is larger, and no window is that long, the
-  result is that of the offset as it was. Every int32 is a segment. (``sequences.py``, ``band.py``)
+* Every run-time value has a defined meaning, the same on every platform. Lengths are clamped to
+  0 .. slot. Borders are clamped to the array, and a border counts as no smaller than those before
+  it, so that slots do not overlap; rows in no slot give output 0 and ``lse = -inf``, keys in no
+  slot are seen by no row and have gradients of 0. Offsets are clamped to ``MAX_OFFSET`` (2 ** 28)
+  in magnitude: if no length is larger, and no window is that long, the result is that of the
+  unclamped offset. Every int32 is a valid segment id. (``sequences.py``, ``band.py``)
 * On the CPU and in the reference, what a hidden key holds, NaN included, does not reach a row that
-  does not see it. GPU kernels promise that of padding alone: elsewhere they multiply a hidden key's
-  value by a probability of 0, and 0 * NaN is NaN.
+  does not see it. GPU kernels guarantee this for padding only: elsewhere they multiply a hidden
+  key's value by a probability of 0, and 0 * NaN is NaN.
 * Logits and sinks of more than 2 ** 127 in magnitude are not supported: kernels work in base 2, and
   give NaN where ``z * log2(e)`` is beyond float32.
 """
@@ -50,7 +50,7 @@ KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Semantics:
-    """The part of a problem that no shape changes.
+    """The part of a problem that does not depend on shapes.
 
     Attributes:
         scale: factor of ``q . k``.
@@ -151,8 +151,8 @@ class Problem:
     the slots that ``cu_seqlens`` describes; otherwise both are B.
 
     Attributes:
-        semantics: what no shape changes.
-        present: names of the operands that may be absent, and are not.
+        semantics: what does not depend on shapes.
+        present: names of the optional operands that are present.
     """
 
     dtype: str

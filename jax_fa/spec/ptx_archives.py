@@ -28,7 +28,7 @@ def archive_of(variant: str) -> str:
 
 
 def packed(texts: Mapping[str, bytes]) -> bytes:
-    """An archive of texts by variant; of the same bytes whenever it is made."""
+    """An archive of texts by variant; equal texts give equal bytes."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:xz") as archive:
         for variant, text in sorted(texts.items()):

@@ -1,4 +1,4 @@
-"""Memory that GPU kernels take beside operands and results: how much, for one call.
+"""How much memory GPU kernels take for one call, besides operands and results.
 
 The arithmetic is that of ``backward_division.py``, on ints here and on the names of C++ fields in
 ``schema_cpp``, so that C++ checks what Python allocates.
@@ -83,7 +83,7 @@ def shapes(
         operation: what is computed.
         problem: what is asked.
         num_splits: parts into which a forward splits the keys; one needs no scratch.
-        dq_dim: as of ``Asked``; None for the problem's own.
+        dq_dim: as for ``Asked``; None for the problem's own.
     """
     if operation == "fwd" and num_splits == 1:
         return {}

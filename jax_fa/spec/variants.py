@@ -1,12 +1,12 @@
 """The one list of what is compiled: the build, the C++ table, tests and error messages read it.
 
-A variant is one operation for one ``KernelKey``. Presence of a feature is compiled in only where
-its absence buys measurable time, which leaves three mask classes and the soft cap; lengths,
-windows, segments, offsets, alignment, sinks, heads and extents are run-time values. A soft cap
-costs a tanh per score, next to which the general mask is cheap, so it exists for that class only.
-So does a bias, whose kernels take the soft cap as a run-time value. Split keys are a matter of few
-tiles, whose pace memory sets: the general mask serves them all. With a soft cap or a bias they are
-not split.
+A variant is one operation for one ``KernelKey``. Whether a feature is present is a compile-time
+choice only where leaving it out saves measurable time: this holds for three mask classes and the
+soft cap; lengths, windows, segments, offsets, alignment, sinks, heads and extents are run-time
+values. A soft cap costs a tanh per score, next to which the general mask is cheap, so it exists for
+that class only. So does a bias, whose kernels take the soft cap as a run-time value. Keys are split
+only where tiles are few, which makes them memory-bound, so the general mask serves them all. With a
+soft cap or a bias, keys are not split.
 
 A kernel also serves smaller heads than it is compiled for: what it loads ends in columns of zeros,
 which change no product, and what it stores ends where the arrays do.
@@ -111,7 +111,7 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
 def of_families(names: Collection[str]) -> list[Variant]:
-    """The variants that GPUs of these families run, whosever they are."""
+    """The variants that GPUs of these families run, whichever family they are compiled for."""
     wanted = {(kind, arch_named(name).owner(kind).name) for name in names for kind in KINDS}
     return [variant for variant in VARIANTS if (variant.kind, variant.arch) in wanted]
 
@@ -129,7 +129,7 @@ def _names(family: str) -> frozenset[str]:
 def families(compiled: Collection[str]) -> list[Arch]:
     """The families that a build with kernels of the names ``compiled`` is for.
 
-    Kernels that one family runs of another make the build no build for the other.
+    A build is not for a family if all that it holds for it are kernels that another one runs, too.
     """
     held = {arch: run_by(arch, compiled) for arch in ARCHS}
     return [
@@ -213,8 +213,8 @@ def few_tiles(problem: Problem) -> int:
 def has_few_queries(problem: Problem) -> bool:
     """Whether a kernel for few queries is the fastest.
 
-    A block of keys takes it as long as it takes the others, since memory sets the pace of both, and
-    its tiles begin and end sooner. So it is, where it has no more tiles.
+    It takes as long for a block of keys as the other kernels, since all are memory-bound, and its
+    tiles begin and end sooner. So it is the fastest where it has no more tiles than they have.
     """
     return few_tiles(problem) <= _q_tiles(problem, SPLIT_ROWS, problem.group)
 
@@ -260,7 +260,7 @@ def heads_for(
 
 
 def _kind(problem: Problem, operation: Operation) -> Kind:
-    """The kind of kernels that serve ``problem``, but for few queries."""
+    """The kind of kernels that serve ``problem``, kernels for few queries aside."""
     return "bias" if problem.has_bias or operation == "dbias" else operation
 
 
@@ -269,7 +269,7 @@ def _hold(heads: tuple[int, int], problem: Problem) -> bool:
 
 
 def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
-    """Keys, but for the family, of what serves ``problem``, compiled or not; the fastest first."""
+    """Keys, without a family, of the kernels for ``problem``, compiled or not; fastest first."""
     if problem.dtype not in SHORT_DTYPES or _is_empty(problem):
         return []
     has_bias = problem.has_bias
