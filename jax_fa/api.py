@@ -213,6 +213,11 @@ def attention_with_lse(
         out [B, T, N, Dv] and lse float32 [B, T, N] (natural log of the whole denominator, sinks
         included; -inf for a row that sees no key). Both are differentiable: partial results over
         disjoint keys can be merged by their LSE, and gradients flow through the merge.
+
+    Raises:
+        ValueError: as ``attention``.
+        TypeError: as ``attention``.
+        NotImplementedError: as ``attention``; ``implementation="cudnn"``, which has no LSE.
     """
     given: Options = {"bias": bias, "mask": mask, **options}
     return eager.run(_run, arguments.dense, (query, key, value), given)
@@ -252,6 +257,12 @@ def attention_varlen(
 
     Returns:
         [total_q, N, Dv] in the dtype of query.
+
+    Raises:
+        ValueError: as ``attention``; an array has a batch dimension; borders describe no packing,
+            and can be read.
+        TypeError: as ``attention``.
+        NotImplementedError: as ``attention``.
     """
     given: dict[str, Any] = {
         **options,
@@ -270,8 +281,22 @@ def forward(
 ) -> tuple[Array, Array]:
     """The forward operation alone: (out, lse), without a gradient rule.
 
-    Takes the arguments of ``attention_with_lse``. For code that combines
-    partial results itself (ring attention, split keys); see ``backward``.
+    For code that combines partial results itself (ring attention, split keys); see ``backward``.
+
+    Args:
+        query: as for ``attention_with_lse``.
+        key: as for ``attention_with_lse``.
+        value: as for ``attention_with_lse``.
+        **options: as for ``attention_with_lse``, and ``bias`` and ``mask``.
+
+    Returns:
+        out and lse, as ``attention_with_lse``.
+
+    Raises:
+        ValueError: as ``attention``.
+        TypeError: as ``attention``.
+        NotImplementedError: as ``attention``; kernels cannot serve the call on any platform (a
+            traced scale, float64, a mask function of packed sequences).
     """
     return eager.run(_forward_alone, arguments.dense, (query, key, value), options)
 
@@ -304,6 +329,11 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
     Returns:
         (dquery, dkey, dvalue), then dsinks float32 [N] if ``sinks`` was given, then dbias, of the
         shape and dtype of ``bias``, if ``bias`` was given.
+
+    Raises:
+        ValueError: as ``forward``; out, lse, dout or dlse has a wrong shape or dtype.
+        TypeError: as ``forward``.
+        NotImplementedError: as ``forward``.
     """
     call = _for_operations("backward", arguments.dense((query, key, value), options))
     operands = call.masked

@@ -171,6 +171,11 @@ def attention_varlen(  # noqa: PLR0913 (as jax_fa.attention_varlen)
 
     Returns:
         [tokens, N, Dv] in the dtype of query: this device's rows.
+
+    Raises:
+        ValueError: as ``attention`` of this module, and as ``jax_fa.attention_varlen``.
+        TypeError: likewise.
+        NotImplementedError: likewise.
     """
     packing: PackingKeywords = {
         "cu_seqlens_q": cu_seqlens_q,
