@@ -1,6 +1,5 @@
 """Eight virtual devices: the single-device result and gradient, and no gather of q, k or v."""
 
-import contextlib
 import pickle
 from functools import partial
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from helpers.harness import in_new_process
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -438,30 +436,16 @@ def test_a_second_process_finds_the_program_in_the_compilation_cache(tmp_path):
     assert in_new_process(COMPILED_ONCE, **cache).split() == ["1", "0"]
 
 
-@contextlib.contextmanager
-def no_compilation_cache():
-    """What XLA for CPUs read from its cache, it cannot serialize again (jaxlib 0.10.2)."""
-    try:
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # JAX asks once whether there is one.
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
-
-
 def test_exported_and_serialized_programs_run_in_a_new_process(tmp_path):
     step, operands = sharded_step()
     (tmp_path / "export").write_bytes(bytes(exported(step, *operands).serialize()))
-    with no_compilation_cache():
-        program = serialize_executable.serialize(step.lower(*operands).compile())
+    program = serialize_executable.serialize(step.lower(*operands).compile())
     (tmp_path / "executable").write_bytes(pickle.dumps(program))
     np.savez(tmp_path / "operands.npz", *operands)
     in_new_process(
         f"""
 import jax, numpy as np, pathlib, pickle, jax_fa
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec as P
 folder = pathlib.Path({str(tmp_path)!r})
 mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
