@@ -190,6 +190,22 @@ def test_one_key_head_stays_whole_while_query_heads_split():
     assert_same(compiled(place(inputs, mesh, spec)), jax.jit(step)(inputs))
 
 
+@pytest.mark.parametrize(("q_heads", "kv_heads", "size"), [(40, 10, 4), (6, 3, 2), (12, 6, 4)])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_heads_whose_numbers_have_only_a_part_in_common(q_heads, kv_heads, size, kind):
+    """No device's query heads are those of a number of key heads of its own."""
+    mesh = jax.make_mesh((size,), ("model",), axis_types=(kind,), devices=jax.devices()[:size])
+    q, k, v = normal(1, T, q_heads, D), normal(1, S, kv_heads, D), normal(1, S, kv_heads, D)
+    loss = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jax_fa.attention(*x) ** 2), (0, 1, 2)))
+    specs = P(None, None, "model"), P(), P()
+    placed = (
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip((q, k, v), specs, strict=True)
+    )
+    want = loss(q, k, v)
+    with jax.set_mesh(mesh):
+        assert_same(loss(*placed), want)
+
+
 def test_key_heads_that_the_axis_does_not_divide_still_give_the_result():
     inputs = arrays(2, ("sinks",))
     mesh = mesh_of((2, 4), AxisType.Auto)

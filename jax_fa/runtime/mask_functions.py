@@ -87,7 +87,8 @@ def evaluated(function: MaskFunction, at: Places) -> Array:
     except Exception as error:  # whatever the function raises
         reason, *_ = (*str(error).splitlines(), type(error).__name__)
         raise ValueError(f"{called}, fails: {reason.rstrip('.')}. {advice}") from error
-    full = tuple(max(extents) for extents in zip(*(x.shape for x in at), strict=True))
+    extents = zip(*(x.shape for x in at), strict=True)
+    full = tuple(next((n for n in own if n != 1), 1) for own in extents)
     shape = getattr(visible, "shape", None)
     kind = getattr(visible, "dtype", None)
     if isinstance(visible, bool):

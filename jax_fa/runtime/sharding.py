@@ -154,11 +154,13 @@ def parts_of(
     batch, context, heads = tiles.shape[:3]
     kv_heads = math.gcd(extents["k"], heads)
     groups = heads // kv_heads
+    # Of several key/value heads to a device, its query heads need not be those of all.
+    splits_groups = kv_heads == extents["k"] and extents["kg"] // extents["k"] % groups == 0
     parts = np.moveaxis(tiles, 1, 2).reshape(batch, kv_heads, groups, context, -1)
     splits_tokens = may_share and names.splits_tokens
     fits = {
         0: not names.is_packed and extents["b"] % batch == 0,
-        2: may_share and extents["kg"] // extents["k"] % groups == 0,
+        2: may_share and splits_groups,
         3: splits_tokens and extents["t"] % context == 0 and extents["s"] % context == 0,
     }
     if not may_share:
