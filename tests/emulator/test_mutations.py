@@ -21,10 +21,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import remembered
 from helpers.oracle import Results, assert_close, tolerance
 from helpers.recording import key_of_build, needs_compiler, needs_dsl, prebuilt, record
-from helpers.remembered import emulate
+from helpers.remembered import emulate, make_once
 
 import jax_fa.kernels
 from jax_fa.aot import compiler
@@ -337,15 +336,16 @@ def compiled(folder: Path, fault: Fault) -> str:
     import cutlass.cute as cute
 
     config = choose_forward(KEY)
-    kept = key_of_build("sm100.fwd", KEY, config, fault.name)
-    if not remembered.bring_back(kept, folder):
+
+    def make() -> None:
         compiler._preload_runtime()
         with edited_kernels(folder, fault):
             forward = importlib.import_module("jax_fa.kernels.sm100.fwd")
             entry = forward.make_entry(KEY, config)
             options = f"{compiler.options_of(KEY, config)} --dump-dir {folder}"
             cute.compile(entry, *stand_ins("fwd", KEY.dtype), options=options)
-        remembered.keep(kept, [*folder.glob("*.ptx")])
+
+    make_once(key_of_build("sm100.fwd", KEY, config, fault.name), folder, make)
     (ptx,) = folder.glob("*.ptx")
     return ptx.read_text()
 

@@ -138,17 +138,24 @@ def test_what_no_run_used_for_long_is_deleted(remembered, monkeypatch):
     assert not list(remembered.folder.iterdir())
 
 
-def test_files_are_brought_back(tmp_path, monkeypatch):
+def test_files_are_made_once(tmp_path, monkeypatch):
+    def make_file(key):
+        folder = tmp_path / f"{key}{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        calls = []
+
+        def make():
+            calls.append(key)
+            (folder / "k.o").write_bytes(b"code of " + key.encode())
+
+        remembered_module.make_once(key, folder, make)
+        assert (folder / "k.o").read_bytes() == b"code of " + key.encode()
+        return bool(calls)
+
     monkeypatch.setattr(remembered_module, "FOLDER", str(tmp_path / "kept"))
-    made, wanted = tmp_path / "made", tmp_path / "wanted"
-    made.mkdir(), wanted.mkdir()
-    (made / "k.o").write_bytes(b"code")
-    remembered_module.keep("key", [made / "k.o"])
-    assert remembered_module.bring_back("key", wanted)
-    assert (wanted / "k.o").read_bytes() == b"code"
-    assert not remembered_module.bring_back("other", wanted)
+    assert [make_file(key) for key in ("one", "one", "other", "one")] == [True, False, True, False]
     monkeypatch.setattr(remembered_module, "FOLDER", "")
-    assert not remembered_module.bring_back("key", wanted)
+    assert make_file("one")
 
 
 def test_a_build_is_remembered_of_its_sources_and_its_test(tmp_path, monkeypatch):

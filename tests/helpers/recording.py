@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import hashlib
 import importlib
@@ -101,11 +102,11 @@ def build(
     What a test has changed in that may depend on the test and on ``remember_as`` only: under both,
     the result is remembered (``remembered.py``).
     """
-    kept = None if remember_as is None else key_of_build(module, key, config, remember_as)
-    if kept is None or not remembered.bring_back(kept, folder):
-        _compile(folder, module, key, config)
-        if kept is not None:
-            remembered.keep(kept, [*folder.glob("k.[oh]"), *folder.glob("*.ptx")])
+    make = functools.partial(_compile, folder, module, key, config)
+    if remember_as is None:
+        make()
+    else:
+        remembered.make_once(key_of_build(module, key, config, remember_as), folder, make)
     return _linked(folder, "k")
 
 

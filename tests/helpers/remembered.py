@@ -108,22 +108,18 @@ memory = Remembered(Path(FOLDER)) if FOLDER else None
 emulate: Callable[..., Report] = memory or jax_fa.emulator.emulate
 
 
-def bring_back(key: str, folder: Path) -> bool:
-    """Writes the files that are kept under ``key`` to ``folder``; whether there are any."""
+def make_once(key: str, folder: Path, make: Callable[[], None]) -> None:
+    """Has ``make`` leave files in ``folder``, unless what it left is kept under ``key``."""
     path = Path(FOLDER) / f"{key}.files"
-    if not FOLDER or not path.exists():
-        return False
-    for name, content in pickle.loads(zlib.decompress(path.read_bytes())).items():
-        (folder / name).write_bytes(content)
-    path.touch()
-    return True
-
-
-def keep(key: str, files: Sequence[Path]) -> None:
-    """Keeps ``files`` under ``key``."""
+    if FOLDER and path.exists():
+        for name, content in pickle.loads(zlib.decompress(path.read_bytes())).items():
+            (folder / name).write_bytes(content)
+        path.touch()
+        return
+    make()
     if FOLDER:
-        contents = {path.name: path.read_bytes() for path in files}
-        _write(Path(FOLDER) / f"{key}.files", zlib.compress(pickle.dumps(contents), 1))
+        contents = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+        _write(path, zlib.compress(pickle.dumps(contents), 1))
 
 
 def _write(path: Path, content: bytes) -> None:
