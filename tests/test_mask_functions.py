@@ -238,3 +238,36 @@ def test_what_is_no_function_is_refused(given, error, words):
 def test_implementations_that_have_no_functions_say_so():
     with pytest.raises(NotImplementedError, match="which has no mask_mod. Use"):
         jax_fa.attention(*drawn(), mask_mod=mask_mods.chunked(3), implementation="cudnn")
+
+
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 4, 7), (2, 0, 7), (2, 4, 0)])
+def test_a_function_of_nothing_gives_nothing(batch, q_len, kv_len):
+    q, k = np.zeros((batch, q_len, 4, 8), np.float32), np.zeros((batch, kv_len, 2, 8), np.float32)
+    out = jax_fa.attention(q, k, k, mask_mod=mask_mods.chunked(2))
+    np.testing.assert_array_equal(out, np.zeros_like(q))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask_mod": mask_mods.chunked(2)},
+        {"mask": lambda k: (jnp.arange(k.shape[1]) % 3 != 0)[None, None, None]},
+        {"block_mask": np.array([True, False]).reshape(2, 1, 1, 1)},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+@pytest.mark.parametrize("extents", ["2,T,4,8;2,7,2,8", "2,5,4,8;2,S,2,8", "2,T,4,8;2,S,2,8"])
+def test_a_call_is_exported_with_open_extents(given, extents):
+    scope = jax.export.SymbolicScope()
+    shapes = [jax.export.symbolic_shape(x, scope=scope) for x in extents.split(";")]
+    q, k = (jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
+
+    def attend(q, k):
+        options = {name: x(k) if name == "mask" else x for name, x in given.items()}
+        return jax_fa.attention(q, k, k, **options)
+
+    checks = jax_fa.export_disabled_checks()
+    exported = jax.export.export(jax.jit(attend), disabled_checks=checks)(q, k)
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal(x).astype(np.float32) for x in ((2, 5, 4, 8), (2, 7, 2, 8)))
+    np.testing.assert_allclose(exported.call(q, k), attend(q, k), rtol=1e-5, atol=1e-6)

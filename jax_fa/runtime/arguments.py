@@ -243,9 +243,10 @@ ONLY_CHECKED = ("max_seqlen_q", "max_seqlen_k")
 def needs_reference(call: Call) -> str | None:
     """Why no kernel of any platform can serve a call; None if one may."""
     extents = (*call.operands.q.shape, *call.operands.k.shape)
-    if call.bias is not None and not all(isinstance(n, int) for n in extents):
+    is_open = not all(isinstance(n, int) for n in extents)
+    if call.bias is not None and is_open:
         return "a dense bias of open extents runs unfused"
-    if call.mask is not None and not all(isinstance(n, int) for n in call.operands.q.shape):
+    if call.mask is not None and is_open:
         return "a dense mask of open extents runs unfused"
     if call.words is not None and call.operands.is_packed:
         return "a mask function of packed sequences runs unfused"
@@ -341,7 +342,7 @@ def _with_blocks(call: Call, blocks: Array | None, share: Share) -> Call:
         return call
     operands = call.operands
     q_len, kv_len = operands.q.shape[1], operands.k.shape[1] * share.shards
-    if not all(isinstance(n, int) for n in operands.q.shape):
+    if not all(isinstance(n, int) for n in (*operands.q.shape, kv_len)):
         return call._replace(mask=_both(call.mask, masks.of_pairs(blocks, q_len, kv_len)))
     words = masks.by_blocks(blocks, kv_len)
     if share.shards > 1:

@@ -87,8 +87,7 @@ def evaluated(function: MaskFunction, at: Places) -> Array:
     except Exception as error:  # whatever the function raises
         reason, *_ = (*str(error).splitlines(), type(error).__name__)
         raise ValueError(f"{called}, fails: {reason.rstrip('.')}. {advice}") from error
-    extents = zip(*(x.shape for x in at), strict=True)
-    full = tuple(next((n for n in own if n != 1), 1) for own in extents)
+    full = jnp.broadcast_shapes(*(x.shape for x in at))
     shape = getattr(visible, "shape", None)
     kind = getattr(visible, "dtype", None)
     if isinstance(visible, bool):

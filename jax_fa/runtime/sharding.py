@@ -154,7 +154,7 @@ def parts_of(
     batch, context, heads = tiles.shape[:3]
     kv_heads = math.gcd(extents["k"], heads)
     groups = heads // kv_heads
-    # Of several key/value heads to a device, its query heads need not be those of all.
+    # A device with several key/value heads may have query heads that belong to fewer of them.
     splits_groups = kv_heads == extents["k"] and extents["kg"] // extents["k"] % groups == 0
     parts = np.moveaxis(tiles, 1, 2).reshape(batch, kv_heads, groups, context, -1)
     splits_tokens = may_share and names.splits_tokens
