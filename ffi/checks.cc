@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <initializer_list>
+#include <limits>
 
 namespace jax_fa {
 namespace {
@@ -29,8 +30,19 @@ bool IsCountable(std::initializer_list<int64_t> extents) {
   return true;
 }
 
-// Cannot overflow, even if nothing has bounded the extent yet.
+// Neither of these overflows, even if nothing has bounded the extents yet: a product that has more
+// than 63 bits counts as the largest that has not.
 int64_t CeilDiv(int64_t extent, int64_t size) { return extent / size + (extent % size > 0); }
+
+int64_t Product(std::initializer_list<int64_t> extents) {
+  int64_t product = 1;
+  for (int64_t extent : extents) {
+    if (__builtin_mul_overflow(product, extent, &product)) {
+      return std::numeric_limits<int64_t>::max();
+    }
+  }
+  return product;
+}
 
 // A mask has all of its extents or none, each that of the problem or 1; rows may also be of blocks.
 Complaint CheckMaskExtents(const Problem& p) {
@@ -237,10 +249,10 @@ Complaint CheckGpuProblem(const Problem& p) {
       {"key length", p.kv_len, kMaxLength},
       {"query heads", p.num_q_heads, 65535},  // of a grid's second extent, in a backward
       {"key/value heads", p.num_kv_heads},
-      {"batch times query length", p.batch * p.q_len, most_rows},
-      {"batch times key length", p.batch * p.kv_len, most_rows},
+      {"batch times query length", Product({p.batch, p.q_len}), most_rows},
+      {"batch times key length", Product({p.batch, p.kv_len}), most_rows},
       {"sequences times query heads times parts of the keys",
-       p.num_sequences * p.num_q_heads * std::max<int64_t>(p.num_splits, 1)},
+       Product({p.num_sequences, p.num_q_heads, std::max<int64_t>(p.num_splits, 1)})},
   };
   for (const auto& extent : extents) {
     if (extent.value < 1 || extent.value > extent.most) {
@@ -248,7 +260,7 @@ Complaint CheckGpuProblem(const Problem& p) {
              "; GPU kernels take 1 to " + std::to_string(extent.most);
     }
   }
-  if (p.mask_batch * p.mask_heads * p.mask_rows > most_rows) {
+  if (Product({p.mask_batch, p.mask_heads, p.mask_rows}) > most_rows) {
     return "the mask has more rows than the " + std::to_string(most_rows) + " of GPU kernels";
   }
   return std::nullopt;
