@@ -351,9 +351,11 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
     found = [call.as_given(g) for g in grads[:3]]
     if grads.sinks is not None:
         found.append(jnp.sum(grads.sinks, axis=0))
-    if grads.bias is not None:
+    if call.bias is not None:
         bias = jnp.asarray(options["bias"])
-        found.append(grads.bias.astype(bias.dtype).reshape(bias.shape))
+        # Of no pairs, kernels are not asked for it.
+        dbias = jnp.zeros_like(bias) if grads.bias is None else grads.bias
+        found.append(dbias.astype(bias.dtype).reshape(bias.shape))
     return tuple(found)
 
 

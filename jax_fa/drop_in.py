@@ -42,8 +42,8 @@ def replace_jax_nn() -> AbstractContextManager[None]:
 
     For models that call jax.nn, such as layers of ``flax.nnx``, and that you do not want to edit.
     A call that kernels of the default backend serve runs on them, whatever implementation it names;
-    every other call (biases, types or head sizes without a kernel, arguments that jax_fa refuses)
-    goes to jax.nn unchanged.
+    every other call (types or head sizes without a kernel, arguments that jax_fa refuses) goes to
+    jax.nn unchanged.
 
     Jitted functions are traced again, in the thread that called this. Code that ran ``from jax.nn
     import dot_product_attention`` before keeps the original. Two things differ from jax.nn: a query

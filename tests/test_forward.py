@@ -101,6 +101,15 @@ def test_backward_operation_gives_the_gradient_of_a_bias_in_its_own_form(shape):
     np.testing.assert_array_equal(dbias, wanted)
 
 
+@pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 4, 7), (2, 0, 7), (2, 4, 0)])
+def test_the_gradient_of_a_bias_of_no_pairs_is_0(batch, q_len, kv_len):
+    q, k = jnp.zeros((batch, q_len, 4, 8)), jnp.zeros((batch, kv_len, 2, 8))
+    bias = jnp.ones((4, 1, kv_len))
+    out, lse = jax_fa.forward(q, k, k, bias=bias)
+    dbias = jax_fa.backward(q, k, k, out, lse, out, bias=bias)[-1]
+    np.testing.assert_array_equal(dbias, jnp.zeros_like(bias))
+
+
 def test_partial_results_over_disjoint_keys_merge_by_their_lse():
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 50, 4, 32)).astype(np.float32) for _ in range(3))

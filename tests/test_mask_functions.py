@@ -271,3 +271,26 @@ def test_a_call_is_exported_with_open_extents(given, extents):
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal(x).astype(np.float32) for x in ((2, 5, 4, 8), (2, 7, 2, 8)))
     np.testing.assert_allclose(exported.call(q, k), attend(q, k), rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_mask_is_exported_with_open_extents():
+    scope = jax.export.SymbolicScope()
+    q_len, kv_len = (jax.export.symbolic_shape(name, scope=scope)[0] for name in "TS")
+    arguments = (
+        jax.ShapeDtypeStruct((2, q_len, 4, 8), jnp.float32),
+        jax.ShapeDtypeStruct((2, kv_len, 2, 8), jnp.float32),
+        jax.ShapeDtypeStruct((2, 1, (q_len + 127) // 128, (kv_len + 127) // 128), bool),
+    )
+
+    def attend(q, k, blocks):
+        return jax_fa.attention(q, k, k, block_mask=blocks)
+
+    checks = jax_fa.export_disabled_checks()
+    exported = jax.export.export(jax.jit(attend), disabled_checks=checks)(*arguments)
+    rng = np.random.default_rng(0)
+    for q_len, kv_len in ((5, 300), (150, 128)):
+        q = rng.standard_normal((2, q_len, 4, 8)).astype(np.float32)
+        k = rng.standard_normal((2, kv_len, 2, 8)).astype(np.float32)
+        blocks = rng.random((2, 1, -(-q_len // 128), -(-kv_len // 128))) < 0.6
+        got = exported.call(q, k, blocks)
+        np.testing.assert_allclose(got, attend(q, k, blocks), rtol=1e-5, atol=1e-6)

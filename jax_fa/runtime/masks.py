@@ -72,7 +72,7 @@ def by_blocks(blocks: Array, kv_len: int) -> Array:
 def of_pairs(blocks: Array, q_len: Any, kv_len: Any) -> Array:
     """The mask [B|1, N|1, T|1, S|1] that ``blocks`` describe."""
     for axis, length in ((2, q_len), (3, kv_len)):
-        if blocks.shape[axis] > 1:
+        if blocks.shape[axis] != 1:
             blocks = jnp.take(blocks, jnp.arange(length) // MASK_BLOCK, axis=axis, mode="clip")
     return blocks
 
