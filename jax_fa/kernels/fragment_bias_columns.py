@@ -4,13 +4,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import fragments, primitives
 from jax_fa.kernels.backward_work import Step, Work
 from jax_fa.kernels.bias import Bias
 from jax_fa.kernels.fragment_bias import add_words
+from jax_fa.kernels.fragment_keys import exponentiate
 
 
 @cute.jit
@@ -85,6 +86,29 @@ def to_slopes(
     slope.store(p.load())
     if x.scalars.bias.soft_cap != 0.0:
         times_slope(variant, c, slope)
+
+
+@cute.jit
+def exponentiate_exactly(
+    variant: cutlass.Constexpr,
+    x: Any,
+    c: Any,
+    lse2: cute.Tensor,
+    p: cute.Tensor,
+) -> None:
+    """Computes P of the scores, rounded, and in place of them P times the slope of a cap.
+
+    Arguments are those of ``fragment_keys.exponentiate``. Without a cap the second is P in float32.
+    """
+    score_log2, slope = x.scalars.score_log2, c.s
+    if x.scalars.bias.soft_cap != 0.0:
+        exponentiate(variant, c.s, lse2, score_log2, p, None)
+        rounded = cute.make_rmem_tensor_like(p)
+        to_slopes(variant, x, c, p, rounded)
+        slope.store(rounded.load().to(Float32))
+    else:
+        exponentiate(variant, c.s, lse2, score_log2, None, slope)
+        primitives.narrow(slope, p)
 
 
 @cute.jit

@@ -50,21 +50,29 @@ def exponentiate(
     s: cute.Tensor,
     lse2: cute.Tensor,
     score_log2: Float32,
-    p: cute.Tensor,
-    slope: cute.Tensor,
+    p: cute.Tensor | None,
+    slope: cute.Tensor | None,
 ):
     """Computes P from the scores, and dP/dS of the softmax's inner score: P times the cap's slope.
 
-    ``lse2`` is of this thread's columns: (2, groups), in shared memory or in registers. Without a
-    cap, ``p`` and ``slope`` are one tensor, which may be ``s`` itself. Else both are rounded pair
-    by pair: floats of a whole block beside S and dP are more than there are registers.
+    Either may be left out; without a cap they are the same numbers.
+
+    Args:
+        variant: the variant.
+        s: the scores.
+        lse2: of this thread's columns: (2, groups), in shared memory or in registers.
+        score_log2: what makes log2 of the softmax's scores of ``s``.
+        p: P, rounded.
+        slope: the other, of float32 or rounded. May be ``s``.
     """
     by_key = fragments.by_row(s)
-    is_rounded = const_expr(p.element_type is not Float32)
-    if const_expr(is_rounded):
-        p_words, slope_words = (cute.recast_tensor(tensor, Int32) for tensor in (p, slope))
-    else:
-        powers_by_key = fragments.by_row(p)
+    rounds_slope = const_expr(slope is not None and slope.element_type is not Float32)
+    if const_expr(p is not None):
+        p_words = cute.recast_tensor(p, Int32)
+    if const_expr(rounds_slope):
+        slope_words = cute.recast_tensor(slope, Int32)
+    elif const_expr(slope is not None):
+        slope_by_key = fragments.by_row(slope)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         pair = lse2[None, group].load()
         for r in cutlass.range_constexpr(fragments.ROWS):
@@ -75,17 +83,17 @@ def exponentiate(
             if const_expr(variant.key.has_bias):
                 powers = [backward_rows.probability(power) for power in powers]
             word = fragments.ROWS * group + r
-            if const_expr(is_rounded):
+            if const_expr(p is not None):
                 p_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
-            else:
-                for i in cutlass.range_constexpr(2):
-                    powers_by_key[r, 2 * group + i] = powers[i]
             if const_expr(variant.key.has_soft_cap):
                 # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
                 slopes = [cute.arch.fmax(1.0 - score * score, 0.0) for score in scores]
-                slope_words[word] = primitives.narrow_pair(
-                    powers[0] * slopes[0], powers[1] * slopes[1], variant.dtype
-                )
+                powers = [powers[i] * slopes[i] for i in range(2)]
+            if const_expr(rounds_slope):
+                slope_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
+            elif const_expr(slope is not None):
+                for i in cutlass.range_constexpr(2):
+                    slope_by_key[r, 2 * group + i] = powers[i]
 
 
 @cute.jit

@@ -249,8 +249,8 @@ class MmaSyncBackward:
 def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     """The backward configuration for ``key``.
 
-    A thread holds (D + Dv) / 2 elements of dK and dV, and half as many scores, and dP, as a part of
-    a block has queries: 128 + 32 + 32 with D = 128. KB of shared memory: D = 64: 32 for K and V,
+    A thread holds (D + Dv) / 2 elements of dK and dV, and half as many of P, and of dP, as a part
+    of a block has queries: 128 + 16 + 16 with D = 128. KB of shared memory: D = 64: 32 for K and V,
     32 for two blocks of Q and dO, 16 for dS; 96: 48 + 24 + 16; 128: 32 + 32 + 8; 192/128:
     40 + 40 + 8. With D = 256, dK and dV of 16 keys are 256 elements of a thread, so two warps share
     them: 128 + 8 + 4, and 64 KB + two times 16 + 2.
@@ -263,14 +263,16 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
         return MmaSyncBackward(warps=8, parts=parts, work_words=SWEEP_WORDS)
     if key.head_dim > 192:
         return MmaSyncBackward(8, stages=2, parts=4, work_words=SWEEP_WORDS, splits_results=True)
-    # A general mask takes registers: of halves of a block, some 400 bytes spill.
-    # Of a causal one on 12.x, 8 bytes spill: with 192/128, of halves, else at the higher level.
-    is_large, is_small_causal = key.head_dim > 128, key.arch == "sm_120" and key.mask == "causal"
-    is_tight = key.has_bias or (is_large and (key.mask == "general" or is_small_causal))
+    # Spills (DSL 4.8.1): with 192/128 and halves of a block, some 400 bytes under a general mask,
+    # and 8 bytes under any mask on 12.x; with D = 128 on 12.x, 8 bytes under a causal mask at the
+    # higher level.
+    is_large, is_small = key.head_dim > 128, key.arch == "sm_120"
+    is_tight = key.has_bias or (is_large and (key.mask == "general" or is_small))
     parts = 4 if is_tight else 2
     # For 10.x, of 192/128 in bfloat16 with a bias, 8 bytes spill at the higher level.
     is_tighter = key.has_bias and is_large and _capability(key) // 10 == 10
-    opt_level = 1 if is_tighter or (is_small_causal and not is_large) else 3
+    is_small_causal = is_small and key.mask == "causal" and not is_large
+    opt_level = 1 if is_tighter or is_small_causal else 3
     return MmaSyncBackward(4, parts=parts, work_words=SWEEP_WORDS, opt_level=opt_level)
 
 

@@ -252,7 +252,7 @@ def differentiate_part(
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
     slope = exponentiate_part(variant, x, c, work, at, words, stage, p)
     multiply_rows(variant, c.dv, operands_of(p), layout.dout, dout)
-    dp = c.s
+    dp = c.s if const_expr(variant.rounds_slope) else cute.make_rmem_tensor_like(c.s)
     multiply_columns(variant, dp, layout.v, x.smem.v, layout.dout, dout)
     differentiate(own_columns(c, x.smem.delta[None, stage]), slope, dp)
     primitives.narrow(dp, ds)

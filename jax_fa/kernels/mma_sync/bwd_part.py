@@ -45,7 +45,7 @@ def exponentiate_part(
     stage: Int32,
     p: cute.Tensor,
 ) -> cute.Tensor:
-    """Computes ``p`` from the scores; returns that times the slope of a cap.
+    """Computes ``p`` from the scores; returns P times the slope of a cap, rounded or not.
 
     Args:
         variant: the variant.
@@ -64,11 +64,20 @@ def exponentiate_part(
     hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
     for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
         mask_block(variant, x, anew(c), products.hidden_from(work), at)
-    slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
     lse2 = own_columns(as_loaded(variant, c), x.smem.lse2[None, stage])
-    exponentiate(variant, c.s, lse2, x.scalars.score_log2, p, slope)
-    if const_expr(variant.key.has_bias):
-        fragment_bias_columns.to_slopes(variant, x, c, p, slope)
+    score_log2 = x.scalars.score_log2
+    if const_expr(variant.rounds_slope):
+        slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
+        capped = slope if const_expr(variant.key.has_soft_cap) else None
+        exponentiate(variant, c.s, lse2, score_log2, p, capped)
+        if const_expr(variant.key.has_bias):
+            fragment_bias_columns.to_slopes(variant, x, c, p, slope)
+    else:
+        slope = c.s
+        if const_expr(variant.key.has_bias):
+            fragment_bias_columns.exponentiate_exactly(variant, x, c, lse2, p)
+        else:
+            exponentiate(variant, c.s, lse2, score_log2, p, slope)
     return slope
 
 

@@ -48,6 +48,11 @@ class BackwardVariant(NamedTuple):
         return self.key.has_soft_cap or self.key.has_bias
 
     @property
+    def rounds_slope(self) -> bool:
+        """P times the slope of a cap is rounded before dS is computed of it."""
+        return self.config.splits_results
+
+    @property
     def dq_order(self) -> str:
         """Order of the sums of dQ (``backward_rows``)."""
         return "words"

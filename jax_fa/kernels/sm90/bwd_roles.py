@@ -294,19 +294,14 @@ def to_powers(
     """Computes P of the scores, rounded but where that is for later, and P times a cap's slope."""
     score_log2 = x.scalars.score_log2
     if const_expr(variant.rounds_late):
-        exponentiate(variant, c.s, lse2, score_log2, c.s, c.s)
+        exponentiate(variant, c.s, lse2, score_log2, None, c.s)
     elif const_expr(variant.config.rounds_slope):
-        exponentiate(variant, c.s, lse2, score_log2, p, slope)
+        capped = slope if const_expr(variant.key.has_soft_cap) else None
+        exponentiate(variant, c.s, lse2, score_log2, p, capped)
         if const_expr(variant.key.has_bias):
             fragment_bias_columns.to_slopes(variant, x, c, p, slope)
-    elif x.scalars.bias.soft_cap != 0.0:
-        exponentiate(variant, c.s, lse2, score_log2, p, p)
-        rounded = cute.make_rmem_tensor_like(p)
-        fragment_bias_columns.to_slopes(variant, x, c, p, rounded)
-        slope.store(rounded.load().to(Float32))
     else:
-        exponentiate(variant, c.s, lse2, score_log2, c.s, c.s)
-        primitives.narrow(c.s, p)
+        fragment_bias_columns.exponentiate_exactly(variant, x, c, lse2, p)
 
 
 def statistic(variant: BackwardVariant, c: BackwardConsumer, stats: cute.Tensor) -> cute.Tensor:
