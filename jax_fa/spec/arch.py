@@ -1,9 +1,9 @@
-"""The GPU families, one row each: whoever asks what a GPU is, can do or runs reads it here.
+"""The GPU families, one row each: the one place that says what a GPU is, can do and runs.
 
-A family is GPUs that run the same kernels. Its row says which they are, what their kernels are
-compiled for and cover, and what the hardware does. Tile sizes are in ``config_*.py``. Kernels of
-each kind say which code they are made of, a folder that families may share. A family whose kernels
-of a kind would be the same PTX as another's runs those, if their target serves it too.
+A family is a set of GPUs that run the same kernels. Its row says which they are, what their kernels
+are compiled for and cover, and what the hardware does. Tile sizes are in ``config_*.py``. Each kind
+of kernel names the folder with its code, which families may share. If a kind would compile to the
+same PTX as another family's, and that family's target serves these GPUs too, they run its kernels.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ ARCHS: tuple[Arch, ...] = (
         target="sm_103f",
         # Its exponentials are faster, so its forward has no polynomials. Its backward would be the
         # PTX of sm100, which as family-specific code ("f") runs on 10.3 too. For sm_103f ptxas
-        # schedules the main kernel otherwise (DSL 4.8.1); what that would gain is not known, since
-        # no GPU was at hand.
+        # schedules the main kernel differently (DSL 4.8.1); whether that would be faster is not
+        # known, since no GPU was at hand.
         fwd=Kernels("sm100", _HEADS),
         bwd="sm100",
         bias="sm100",

@@ -16,7 +16,7 @@ SCRATCH_BLOCK = 128
 ``block_q`` of any backward kernel."""
 
 ROUNDS = 4
-"""Tiles that a multiprocessor is to get at most by splitting heads further than filling all."""
+"""The most tiles that a multiprocessor gets when heads are split further than filling all needs."""
 
 TURN_ROWS = 64
 """Query rows per element of ``turns``; the smallest ``block_q`` of any backward kernel."""

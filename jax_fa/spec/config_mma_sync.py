@@ -1,4 +1,4 @@
-"""What is fixed at compile time about the kernels for mma.sync because it is fast.
+"""The compile-time parameters of the kernels for mma.sync that are chosen for speed.
 
 Tiles, warps, stages. Each row carries the count behind it.
 """
@@ -172,10 +172,11 @@ class FewQueries:
 def few_queries(key: KernelKey) -> FewQueries:
     """The configuration for few query rows.
 
-    Of 4.8 TB/s, an SM of an H200 has 36 KB a microsecond, about what a load takes to arrive: so
-    much and more has to be on its way. Blocks of 32 KB (24 with D = 96, 40 with 192/128), one of
-    which is loaded while the other is multiplied, leave room for two or three CTAs in 227 KB. With
-    D = 256, two warps have 16 keys each; of pairs that a loop around O carries, 40 bytes spill.
+    An SM's share of an H200's 4.8 TB/s is 36 KB in a microsecond, about the time that a load takes
+    to arrive: at least that much has to be in flight. Blocks of 32 KB (24 with D = 96, 40 with
+    192/128), one of which is loaded while the other is multiplied, leave room for two or three CTAs
+    in 227 KB. With D = 256, two warps have 16 keys each; of pairs that a loop around O carries, 40
+    bytes spill.
     """
     if key.head_dim <= 64:
         return FewQueries(128)

@@ -1,4 +1,4 @@
-"""What is fixed about Blackwell's kernels at compile time because it is fast.
+"""The compile-time parameters of Blackwell's kernels that are chosen for speed.
 
 Shares of polynomials, pairs of CTAs, tiles, stages, registers. Each row of a table carries the
 model behind it.
@@ -36,7 +36,7 @@ _MOST_GENERAL_POLYNOMIALS = 44
 _PAIRED_HEADS = (128, 192, 256)
 """Head sizes D whose kernels for the full mask work in pairs."""
 _MODELLED_EXPONENTIALS = 16
-"""By SM and cycle, for which polynomials are counted out above; GPUs that do more use none."""
+"""Exponentials per SM and cycle in the model above; GPUs that do more use no polynomials."""
 # For Thor, ptxas takes paired float32 operations apart (its machine code has none; DSL 4.8.1),
 # so issue slots are 576 + 896 f: D = 64 and 96 do best at f = 0.22, with 800 cycles for both, and
 # from D = 128 on there is little or nothing to gain.

@@ -1,4 +1,4 @@
-"""What is fixed about Hopper's backward kernels at compile time because it is fast.
+"""The compile-time parameters of Hopper's backward kernels that are chosen for speed.
 
 Tiles, stages, registers. Each row carries the measurement behind it.
 """

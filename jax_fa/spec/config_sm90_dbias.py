@@ -1,4 +1,4 @@
-"""What is fixed about Hopper's gradient of a bias at compile time because it is fast."""
+"""The compile-time parameters of Hopper's kernel for a bias's gradient, chosen for speed."""
 
 from __future__ import annotations
 

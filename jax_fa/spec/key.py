@@ -1,4 +1,4 @@
-"""What is fixed about a kernel at compile time because the caller asked for it."""
+"""The compile-time parameters of a kernel that follow from what the caller asked for."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Dimensions have the letters of ``problem.py``; beyond those::
     Bm Nm Tm Wm  extents of the mask: 1 where it is broadcast, else B, N, T and the words of S keys
     Tc Wc        stripes of rows, and words, of its map
     Ba Na Ta Sa  extents of the bias, which is added: 1 where it is broadcast, else B, N, T and S
-    Bb           bytes of an element of the bias, of no array a dimension
+    Bb           bytes of an element of the bias; not a dimension of any array
 
 ``scratch.py`` computes P to U, ``extents`` here the last two.
 """
@@ -58,8 +58,8 @@ class Array(NamedTuple):
         is_aligned: kernels access it 16 bytes at a time, by TMA or otherwise.
         is_differentiable: a backward gives its gradient.
         readers: the kernels that read it; None if all do. Where it is present, no others are
-            chosen (``dispatch.py``). An operation is not handed what none of its kernels reads, nor
-            are its host entries what only the CPU's reads.
+            chosen (``dispatch.py``). An operation does not receive an operand that none of its
+            kernels reads; its host entries do not receive one that only the CPU's kernel reads.
         feature: what asks for it, in the words of the support table; "" if that takes more.
     """
 
@@ -75,7 +75,7 @@ class Array(NamedTuple):
 
     @property
     def is_hiding(self) -> bool:
-        """Is an operand that may hide keys: whole numbers do, others are added to logits."""
+        """Is an operand that may hide keys: integers do, others are added to logits."""
         return self.is_optional and self.dtype == "int32"
 
     @property
@@ -319,8 +319,8 @@ class Attribute(NamedTuple):
         is_backward_only: forward kernels do without.
         window: the field of ``band.Band`` that tells it, and of ``band.Window`` that it is; "" if
             none. It is from -UNBOUNDED to UNBOUNDED, which is no bound.
-        readers: as of an ``Array``, where its value is not 0.
-        feature: as of an ``Array``, where ``window`` has a value.
+        readers: as for an ``Array``, where its value is not 0.
+        feature: as for an ``Array``, where ``window`` has a value.
     """
 
     name: str
@@ -373,7 +373,7 @@ ATTRIBUTES = (
 
 
 def unread(problem: Any, reader: Reader) -> list[str]:
-    """What a ``problem.Problem`` asks and a kernel does not read, as callers call it."""
+    """Features of a ``problem.Problem`` that a kernel does not read, by the callers' names."""
     asked: list[Array | Attribute] = [BY_NAME[name] for name in problem.present]
     asked += [x for x in ATTRIBUTES if x.readers and x.of and x.of(problem.semantics)]
     unread = [x for x in asked if x.readers is not None and reader not in x.readers]
