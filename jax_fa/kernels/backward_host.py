@@ -1,8 +1,8 @@
-"""The flat host entry of a backward, the same for all architectures, and what it is made of.
+"""The flat host entry of a backward, the same for all architectures, and its pieces.
 
-Its parameters are those of ``abi.BACKWARD``, one by one: the exporter makes a C function of it. It
-packs them into a ``BackwardCall`` and leaves the main kernel to the architecture's
-``launch``; the passes over rows around it are ``backward_rows``.
+Its parameters are those of ``abi.BACKWARD``, one by one, as the exporter makes a C function of it.
+It packs them into a ``BackwardCall`` and leaves the main kernel to the architecture's ``launch``.
+The passes over rows before and after it are in ``backward_rows``.
 """
 
 from collections.abc import Callable
@@ -37,14 +37,14 @@ class BackwardCall(NamedTuple):
         dout: [B, T, N, Dv].
         dk: [B, S, K, D].
         dv: [B, S, K, Dv].
-        dbias: of the extents of the bias; null if it is not asked for.
+        dbias: with the extents of the bias; null if it is not wanted.
         queries: B, T, N.
         keys: B, S, K.
         widths: D, Dv.
         scratch: sums and statistics by row.
         scalars: what every tile shares.
         num_sms: multiprocessors of the device.
-        stream: to launch on.
+        stream: the stream to launch on.
     """
 
     q: cute.Pointer
@@ -71,10 +71,10 @@ class BackwardViews(NamedTuple):
 
 
 def backward_arrays(variant: Any, call: BackwardCall, layouts: Any, ctas: int = 1) -> BackwardViews:
-    """The arrays as the main kernel of a backward sees them.
+    """Returns the arrays as the main kernel of a backward sees them.
 
-    ``layouts`` has the shared memory layouts k and v of a tile, q and dout of a ring of tiles; of a
-    pair of CTAs, also those of column halves, k_columns, q_columns and dout_columns. ``ctas`` as
+    ``layouts`` holds shared memory layouts: k and v are of a tile, q and dout of a ring of tiles;
+    for a pair of CTAs, k_columns, q_columns and dout_columns are of column halves. ``ctas`` is as
     for ``primitives.tma_load``.
     """
     widths, one = call.widths, (None, None, 0)
@@ -103,7 +103,7 @@ def backward_arrays(variant: Any, call: BackwardCall, layouts: Any, ctas: int = 
 
 
 def plain_arrays(call: BackwardCall) -> backward_work.Arrays:
-    """The arrays of a backward without TMA, all as threads see them."""
+    """Returns the arrays of a backward without TMA, all as threads see them."""
     widths = call.widths
     return backward_work.Arrays(
         k=dense(call.k, call.keys, widths.qk),
@@ -117,10 +117,10 @@ def plain_arrays(call: BackwardCall) -> backward_work.Arrays:
 
 @cute.jit
 def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid:
-    """The work order of a backward: Note [Turns] in ``backward_work.py``."""
+    """Returns the work order of a backward: Note [Turns] in ``backward_work.py``."""
     scalars, num_sms, ctas = call.scalars, call.num_sms, variant.plan.ctas
     if const_expr(ctas > 1):
-        # From here on a cluster, whose CTAs share every tile, is one.
+        # From here on this counts clusters; the CTAs of a cluster share every tile.
         num_sms = cutlass.max(num_sms // ctas, 1)
     num_kv_heads = call.keys.heads
     num_kv_blocks = ceil_div(call.keys.length, variant.config.block_kv)
@@ -137,9 +137,9 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid
         num_sms,
     )
     if const_expr(variant.key.mask == "full"):
-        # In a deterministic run the key blocks of a head follow each other, a turn apart. Whole
-        # heads on the CTAs of a round keep every CTA at its distance from the others. Of a head
-        # for which a round is too short, a CTA of the next round would wait for a higher index.
+        # In a deterministic run the key blocks of a head follow each other, one turn apart. If a
+        # round holds whole heads, every CTA keeps its distance from the others. If a head is
+        # longer than a round, a CTA of the next round would wait for one of a higher index.
         if scalars.deterministic != 0:
             heads_per_round = num_sms // num_kv_blocks
             if heads_per_round == 0:
@@ -155,10 +155,10 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid
 
 
 def backward_entry(variant: Any, launch: Callable) -> Callable:
-    """The flat host entry of a backward.
+    """Returns the flat host entry of a backward.
 
-    ``launch(variant, call)``, of the architecture, launches the main kernel; the passes over rows
-    around it are ``backward_rows``.
+    The architecture's ``launch(variant, call)`` launches the main kernel; the passes over rows
+    before and after it are in ``backward_rows``.
     """
     key = variant.key
 

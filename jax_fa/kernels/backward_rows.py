@@ -1,15 +1,15 @@
-"""What surrounds the main backward kernel: everything that is one pass over rows.
+"""The passes over rows that surround the main backward kernel.
 
-``prepare`` runs before it: ``delta = rowsum(dO * O) - dLSE`` and the log-sum-exp in base 2 of each
-query row, and dQ sums of zero. ``finish`` runs after it and rounds the sums to dq.
+``prepare`` runs before it: it computes ``delta = rowsum(dO * O) - dLSE`` and the log-sum-exp in
+base 2 of each query row, and clears the dQ sums. ``finish`` runs after it and rounds these to dq.
 
-Sums of dQ stay in the order of the accumulators that they come from, and every access is 16 bytes a
-thread, side by side. Where a variant's ``dq_order`` is "fragments" (``dq_shape``), for each query
-block and consumer: four floats of each of 128 threads, then the next four. Where it is "warps", the
-same for each warp of a consumer and its 32 threads. Where it is "words", as "fragments" with one
-float instead of four, for additions of single floats. Where it is "rows", for
-32 rows each: four columns of every row, then the next four columns. Where it is "columns", for each
-query block and 32 columns: four rows of every column, then the next four rows.
+Sums of dQ stay in the order of the accumulators that they come from. Neighbouring threads access
+neighbouring pieces of 16 bytes, or single floats where the order is "words". A variant's
+``dq_order`` is "fragments" (``dq_shape``): for each query block and consumer, four floats of each
+of 128 threads, then the next four; "warps": the same for each warp of a consumer and its 32
+threads; "words": as "fragments", with one float instead of four, for additions of single floats;
+"rows": for each 32 rows, four columns of every row, then the next four columns; or "columns": for
+each query block and 32 columns, four rows of every column, then the next four rows.
 """
 
 from typing import NamedTuple
@@ -42,16 +42,16 @@ class Scratch(NamedTuple):
 
 
 def probability(power: Float32) -> Float32:
-    """``power``, 2 to a logit less its row's LSE, but at most 1.
+    """Returns ``power``, which is 2 ** (logit - its row's LSE), limited to 1.
 
-    With a bias, logits may be so large that the LSE is rounded by more than they differ: of -1e9,
-    by 32.
+    With a bias, logits may be so large that the rounding error of the LSE exceeds the differences
+    between them: at -1e9 it is 32.
     """
     return cute.arch.fmin(power, Float32(1.0), nan=True)
 
 
 class Rows(NamedTuple):
-    """Global arrays of query rows, and what else the passes over them need."""
+    """Global arrays of query rows, and whatever else the passes over them need."""
 
     out: cute.Tensor  # (T, Dv, N, B)
     dout: cute.Tensor  # (T, Dv, N, B)
@@ -69,10 +69,10 @@ class RowBlock(NamedTuple):
 
     Attributes:
         head: query head.
-        batch: index in the arrays.
+        batch: batch in the arrays.
         row: first row in the arrays.
-        num_written: rows of it that exist.
-        num_used: rows of it that the sequence uses.
+        num_written: rows from the first on that exist; may exceed ``block_q``.
+        num_used: rows from the first on that the sequence uses; may exceed ``block_q``.
         scratch_row: first row in ``Scratch``.
     """
 
@@ -85,7 +85,7 @@ class RowBlock(NamedTuple):
 
 
 def first_row(block_q: int, sequence: Int32, q_start: Int32) -> Int32:
-    """Row of ``Scratch`` at which a sequence starts that starts at ``q_start`` of all queries."""
+    """The first row in ``Scratch`` of a sequence that starts at ``q_start`` among all queries."""
     return (q_start // block_q + sequence) * block_q
 
 
@@ -98,7 +98,7 @@ def make_scratch(
     num_sequences: Int32,
     head_dim: int,
 ) -> Scratch:
-    """Views of scratch."""
+    """Returns views of the scratch arrays."""
     rows = backward_division.scratch_rows(queries.batch, num_sequences, queries.length)
     num_q_heads = queries.heads
     fours = rows.to(Int64) * (head_dim // FLOATS)
@@ -117,7 +117,7 @@ def make_scratch(
 
 
 def vector_at(dtype: type, address: Int64, size_bytes: int) -> cute.Tensor:
-    """``size_bytes`` of global memory at ``address``, a multiple of that, as one vector."""
+    """Returns ``size_bytes`` of global memory at ``address``, a multiple of that, as a vector."""
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=size_bytes)
     return cute.make_tensor(pointer, cute.make_layout(size_bytes * 8 // dtype.width))
 
@@ -132,7 +132,7 @@ def gather_columns(words: list, width: cutlass.Constexpr[int]) -> list:
     """Transposes ``width`` words across the ``width`` neighbouring lanes of a quad.
 
     Word i of a lane is its pair of columns in column group i of a row. Afterwards the lane holds
-    the words of group ``lane % width``, in the order of columns.
+    the words of group ``lane % width``, in column order.
     """
     lane = cute.arch.lane_idx()
     step = 1
@@ -166,7 +166,7 @@ class Destination(NamedTuple):
 
 @cute.jit
 def store_rows(acc: cute.Tensor, factor: Float32, to: Destination):
-    """Writes the 64 rows of a warpgroup's accumulator times ``factor``, rounded."""
+    """Writes the 64 rows of a warpgroup's accumulator, times ``factor`` and rounded."""
     rows, thread, num_rows, num_columns = to
     rounded = cute.make_rmem_tensor_like(acc, rows.element_type)
     for i in cutlass.range_constexpr(cute.size(acc)):
@@ -189,7 +189,7 @@ def store_rows(acc: cute.Tensor, factor: Float32, to: Destination):
 
 @cute.jit
 def store_floats(acc: cute.Tensor, factor: Float32, to: Destination):
-    """``store_rows`` without rounding: two floats of a row at a time."""
+    """As ``store_rows``, but without rounding: two floats of a row at a time."""
     rows, thread, num_rows, num_columns = to
     by_row = fragments.by_row(acc)
     for r in cutlass.range_constexpr(fragments.ROWS):
@@ -204,18 +204,18 @@ def store_floats(acc: cute.Tensor, factor: Float32, to: Destination):
 
 
 def like(array: cute.Tensor, sums: cute.Pointer) -> cute.Tensor:
-    """Floats at ``sums`` laid out as ``array``."""
+    """Returns a view of the floats at ``sums`` in the layout of ``array``."""
     return cute.make_tensor(sums, array.layout)
 
 
 def dkv_elements(arrays: object) -> Int64:
-    """Elements of dk and dv together."""
+    """The number of elements of dk and dv together."""
     return cute.size(arrays.dk.shape).to(Int64) + cute.size(arrays.dv.shape).to(Int64)
 
 
 @cute.jit
 def row_block(variant: cutlass.Constexpr, rows: Rows) -> RowBlock:
-    """The query block of this CTA."""
+    """Returns the query block of this CTA."""
     block_q = variant.config.block_q
     block, head, batch = number_of_cta(variant, rows)
     sequences = rows.sequences
@@ -246,7 +246,7 @@ def row_block(variant: cutlass.Constexpr, rows: Rows) -> RowBlock:
 
 
 def num_row_blocks(variant: object, sequences: tiles.Sequences) -> Int32:
-    """Query blocks of a head and batch; of packed sequences, an upper bound."""
+    """The number of query blocks per head and batch; for packed sequences, an upper bound."""
     blocks = ceil_div(sequences.rows.own, variant.config.block_q)
     if variant.key.mask == "general":
         # Each sequence, and the rows behind the last, may have a block that is partly filled.
@@ -257,13 +257,13 @@ def num_row_blocks(variant: object, sequences: tiles.Sequences) -> Int32:
 
 
 def grid_of_rows(variant: object, rows: Rows) -> primitives.Shape:
-    """A CTA for every query block of every head; a grid's last two extents end at 65535."""
+    """One CTA per query block and head. Batches are in x, as y and z of a grid end at 65535."""
     _, num_heads, batch = rows.lse.shape
     return (num_row_blocks(variant, rows.sequences) * batch, num_heads, 1)
 
 
 class RowCta(NamedTuple):
-    """What a CTA of ``grid_of_rows`` is for."""
+    """What a CTA of ``grid_of_rows`` works on."""
 
     block: Int32
     head: Int32
@@ -271,7 +271,7 @@ class RowCta(NamedTuple):
 
 
 def number_of_cta(variant: object, rows: Rows) -> RowCta:
-    """That of the calling thread."""
+    """Returns what the calling thread's CTA works on."""
     number, head, _ = cute.arch.block_idx()
     blocks = num_row_blocks(variant, rows.sequences)
     return RowCta(number % blocks, head, number // blocks)
@@ -289,7 +289,7 @@ def prepare(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, stream: cu
 
 @cute.kernel
 def prepare_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
-    """Statistics of a query block of one head; no dQ and no turn taken yet."""
+    """Writes the statistics of a query block of one head, and zeros to its dQ sums and turns."""
     block_q, head_dim = variant.config.block_q, variant.key.head_dim
     thread = cute.arch.thread_idx()[0]
     at = row_block(variant, rows)
@@ -313,7 +313,7 @@ def prepare_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
 
 
 class RowStats(NamedTuple):
-    """What the main kernel needs to know of a row; ``Scratch`` holds it for all of them."""
+    """The statistics of a row for the main kernel; ``Scratch`` holds those of all rows."""
 
     delta: Float32
     lse2: Float32
@@ -323,7 +323,7 @@ class RowStats(NamedTuple):
 def row_stats(
     variant: cutlass.Constexpr, rows: Rows, at: RowBlock, row: Int32, lanes: cutlass.Constexpr[int]
 ) -> RowStats:
-    """Those of a row, in the first of the ``lanes`` threads that share it."""
+    """Computes those of a row; the first of the ``lanes`` threads that share it has them."""
     lane = cute.arch.thread_idx()[0] % lanes
     delta, lse2 = Float32(0.0), Float32.inf
     is_used = row < at.num_used
@@ -344,7 +344,7 @@ def row_stats(
         if tiles.is_present(rows.dlse.iterator):
             delta -= rows.dlse[at.row + row, at.head, at.batch]
         if lse == -Float32.inf:
-            # No key to see: P is 2 ** (-inf) = 0, whatever came in as cotangent.
+            # The row sees no key: P is 2 ** (-inf) = 0, whatever the cotangent is.
             delta = Float32(0.0)
         else:
             lse2 = lse * softmax.LOG2_E
@@ -374,7 +374,7 @@ def finish(
 
 @cute.kernel
 def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scale: Float32):
-    """Rounds dq of a query block."""
+    """Rounds the dQ sums of a query block to dq; sums the gradients of sinks, if any."""
     at = row_block(variant, rows)
     if const_expr(variant.dq_order in ("fragments", "warps", "words")):
         round_fragments(variant, rows, scratch, at, scale)
@@ -387,14 +387,14 @@ def finish_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, scal
 
 
 class Fours(NamedTuple):
-    """Where a thread of a consumer has its fours of dQ: the first, and from one to the next."""
+    """The fours of a thread in its consumer's dQ: the first, and the distance to the next."""
 
     first: Int32
     step: int
 
 
 def fours_of(variant: object, number: int, thread: Int32) -> Fours:
-    """Those of ``thread``, ``number`` of them, in the consumer's part."""
+    """Returns where the ``number`` fours of ``thread`` are in its consumer's part."""
     if variant.dq_order == "warps":
         first = thread // edges.WARP * (number * edges.WARP) + thread % edges.WARP
         return Fours(first, edges.WARP)
@@ -405,7 +405,7 @@ def fours_of(variant: object, number: int, thread: Int32) -> Fours:
 def round_fragments(
     variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, at: RowBlock, scale: Float32
 ):
-    """Rounds dq of a query block. A warpgroup reads what the same consumer has added."""
+    """Rounds dq of a query block. Each warpgroup reads the sums of the same-numbered consumer."""
     head_dim = variant.key.head_dim
     consumer = cute.arch.thread_idx()[0] // edges.WARPGROUP
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
@@ -439,7 +439,7 @@ def round_fragments(
 def round_rows(
     variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, at: RowBlock, scale: Float32
 ):
-    """Rounds dq of a query block, a row per thread, eight columns at a time."""
+    """Rounds dq of a query block, one row per thread, eight columns at a time."""
     fours = variant.key.head_dim // FLOATS
     row = cute.arch.thread_idx()[0]
     place = at.scratch_row * fours + row // edges.WARP * (edges.WARP * fours) + row % edges.WARP
@@ -486,7 +486,7 @@ def round_columns(
 
 @cute.jit
 def sum_sinks(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
-    """Sums -p_sink delta of one sequence and head: by one CTA of those for the head."""
+    """Sums -p_sink * delta over one sequence and head. One of the head's CTAs does it."""
     block, head, batch = number_of_cta(variant, rows)
     thread = cute.arch.thread_idx()[0]
     sequences = rows.sequences
@@ -533,7 +533,7 @@ def merge(
 
 @cute.kernel
 def merge_kernel(dk: cute.Tensor, dv: cute.Tensor, sums: cute.Pointer, splits: Int32):
-    """Sums the parts of dk and dv, four elements a thread, in the order of parts."""
+    """Sums the parts of dk and dv in the order of parts, four elements per thread."""
     block, _, _ = cute.arch.block_idx()
     at = (block * MERGE_THREADS + cute.arch.thread_idx()[0]) * FLOATS
     num_dk = cute.size(dk.shape)

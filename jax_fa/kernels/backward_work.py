@@ -1,26 +1,26 @@
-"""What the backward kernels of all architectures share: bundles, what there is to do for a tile.
+"""What the backward kernels of all architectures share: data bundles, and the work of a tile.
 
-A tile is ``block_kv`` keys of one key/value head; its work is a sweep over query blocks, newest
-first, of all query heads of the group; in a deterministic run oldest first. Variants and contexts:
-``kernels/forward_work.py``.
+A tile is ``block_kv`` keys of one key/value head. Its work is a sweep over the query blocks of the
+group's query heads, or of a part of them. The sweep starts with the last query block, in a
+deterministic run with the first. ``kernels/forward_work.py`` describes variants and contexts.
 
 Note [Turns]
-In a deterministic run the key blocks that see a query block add to its dQ in a fixed order: from
-the last of them to the first, counted in ``Scratch.turns``. From one addition to the next passes a
-time of the order of a step (on an H200, D = 256, about 3 us). So the order of work must give every
-key block a later start than its predecessor, or waiting makes up for it. Hence, in a deterministic
-run, steps ascend, and tiles are handed out by the hardware, the last key block of a head first:
-under a causal mask it has the fewest queries, which makes room for the next; and its first query
-block is one that the next does not begin with.
-Descending from the first key block, longest tiles first, as other runs do, all key blocks begin
-with the same query block: on an H200, D = 256, causal, deterministic runs of T = 1024 to 16384 then
-took 45 to 51 % longer than others; like this 8 to 17 %. On an H100, D = 128, 2 x 8192, where a
-warp of its own reduces dQ from shared memory and consumers go on: 22 % (full 19 %), before 36 %.
-HAZARD: a tile waits for tiles of CTAs of a lower index, which the hardware starts no later, and for
-earlier tiles of its own CTA. So none waits for a tile that cannot start, however few CTAs the
-machine holds at a time. Tiles of rounds keep to it where a round is of whole heads; a head of more
-key blocks than a round has CTAs is handed out by the hardware too. In
-tests/test_backward_order.py this is computed, in tests/kernels/test_residency.py run.
+In a deterministic run, key blocks add to the dQ of a query block in a fixed order, from the last
+key block that it sees to the first; ``Scratch.turns`` counts the additions. One addition follows
+another after about the time of a step (on an H200, D = 256, about 3 us). If the order of work does
+not start every key block later than its predecessor, the key block has to wait instead. Hence, in a
+deterministic run, steps ascend, and the hardware assigns tiles to CTAs, the last key block of a
+head first: under a causal mask it has the fewest queries, which makes room for the next, and it
+begins with a query block that the next does not begin with.
+Other runs descend from the first key block, longest tiles first, so that all key blocks begin with
+the same query block. In that order, deterministic runs (H200, D = 256, causal, T = 1024 to 16384)
+took 45 to 51 % longer than others; in this one, 8 to 17 %. On an H100 (D = 128, 2 x 8192), where a
+separate warp reduces dQ from shared memory as consumers go on: 22 % (full 19 %), before that 36 %.
+HAZARD: a tile waits only for tiles of CTAs of a lower index, which the hardware starts no later,
+and for earlier tiles of its own CTA. So no tile waits for one that cannot start, however few CTAs
+the GPU holds at a time. Rounds of persistent CTAs obey this if a round holds whole heads. So if a
+head has more key blocks than a round has CTAs, the hardware assigns its tiles too.
+``tests/test_backward_order.py`` computes this, ``tests/kernels/test_residency.py`` runs it.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from jax_fa.spec.band_of_keys import last_kv_block, q_blocks
 
 
 class Tma(NamedTuple):
-    """TMA descriptors; the last three are of a pair of CTAs, for half the columns of k, q, dout."""
+    """TMA descriptors; the last three load halves of columns of k, q, dout for a pair of CTAs."""
 
     k: cute.CopyAtom
     v: cute.CopyAtom
@@ -49,7 +49,7 @@ class Tma(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Global arrays; but for dk and dv as TMA sees them."""
+    """Global arrays; where the family has TMA, all but dk and dv are as TMA sees them."""
 
     k: cute.Tensor  # (S, D, K, B)
     v: cute.Tensor  # (S, Dv, K, B)
@@ -65,7 +65,7 @@ class Arrays(NamedTuple):
 class Scalars(NamedTuple):
     """Run-time values that every tile shares."""
 
-    sequences: tiles.Sequences  # tiles are cut from keys, and sweep queries
+    sequences: tiles.Sequences  # tiles are cut from keys and sweep queries
     q_offset: cute.Pointer
     q_segments: cute.Pointer
     kv_segments: cute.Pointer
@@ -76,31 +76,31 @@ class Scalars(NamedTuple):
     group: Int32
     splits: Int32
     scale: Float32
-    score_log2: Float32  # factor of a score, capped or not, that makes it a logit in base 2
+    score_log2: Float32  # factor from a score, capped or not, to a logit in base 2
     cap_inner_log2: Float32  # factor of a score inside the tanh; see softmax.cap
     deterministic: Int32
     bias: Any  # bias.Bias, or None if the variant has none
-    dbias: Any = None  # pointer to its gradient, null if not asked for; None: not written
+    dbias: Any = None  # pointer to its gradient, null if not wanted; None: never written
 
 
 class Work(NamedTuple):
-    """A tile, with all that follows from it.
+    """A tile and all that follows from it.
 
     Attributes:
         tile: ``block`` counts key blocks of the sequence.
         window: the band of the sequence.
         blocks: its query blocks; the first and the last are visited.
-        num_blocks: how many are visited.
-        is_partial: it has keys beyond the sequence.
+        num_blocks: the number of query blocks that are visited.
+        is_partial: whether it has keys beyond the sequence.
         kv_start: first key of the sequence in the array.
-        kv_slot: keys of the sequence that are written.
+        kv_slot: the number of keys of the sequence whose gradients are written.
         q_start: first query of the sequence in the array.
         scratch_row: first row of the sequence in ``Scratch``.
         first_head: its first query head.
-        num_heads: its query heads.
-        num_steps: query blocks that are visited, of all its heads.
+        num_heads: the number of its query heads.
+        num_steps: the number of query blocks that are visited, over all its heads.
         first_block: the query block that its sweep begins with.
-        stride: from a query block to the next: 1 in a deterministic run, else -1.
+        stride: from one query block to the next: 1 in a deterministic run, else -1.
     """
 
     tile: tiles.Tile
@@ -125,7 +125,7 @@ class Step(NamedTuple):
     Attributes:
         q_block: query block.
         head: query head.
-        parity: which of the two dS buffers.
+        parity: which of two buffers the step uses, for dS and others.
     """
 
     q_block: Int32
@@ -135,10 +135,10 @@ class Step(NamedTuple):
 
 @cute.jit
 def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
-    """The tile at a position of this CTA's list.
+    """Returns the tile at position ``slot`` of this CTA's list.
 
     The first key block comes first: with a causal mask it has the most queries. In a deterministic
-    run the last one does: Note [Turns].
+    run the last key block comes first: Note [Turns].
     """
     ctas = variant.plan.ctas
     tile = tiles.row_order(x.order, slot, ctas)
@@ -155,7 +155,7 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
 
 
 class Seen(NamedTuple):
-    """A tile, its sequence, the band of that, and the query blocks that see the tile."""
+    """A tile, its sequence, the band of that sequence, and the query blocks that see the tile."""
 
     tile: tiles.Tile
     span: tiles.Span
@@ -164,7 +164,7 @@ class Seen(NamedTuple):
 
 
 def seen_by(variant: Any, x: Any, tile: tiles.Tile) -> Seen:
-    """By which queries ``tile`` is seen, as far as the band says."""
+    """Returns which query blocks see ``tile`` according to the band."""
     config, scalars = variant.config, x.scalars
     sequences, zero = scalars.sequences, Int32(0)
     own_len, swept_len = sequences.rows
@@ -192,7 +192,7 @@ def seen_by(variant: Any, x: Any, tile: tiles.Tile) -> Seen:
 
 @cute.jit
 def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
-    """What there is to do for ``tile``. Called by whole warps."""
+    """Returns the work of ``tile``. Called by whole warps."""
     config, scalars = variant.config, x.scalars
     tile, span, window, blocks = seen_by(variant, x, tile)
     first_key = tile.block * config.block_kv
@@ -203,7 +203,7 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
         if tiles.is_present(scalars.q_segments):
             start, full_start, full_end, end = blocks
             if scalars.deterministic == 0:
-                # Turns are counted by the band, so a deterministic run visits all of it.
+                # The count of turns follows the band, so a deterministic run visits all its blocks.
                 visited = segments.visited(x.smem.found, config.block_q)
                 start, end = cutlass.max(start, visited.start), cutlass.min(end, visited.end)
             blocks = Blocks(start, full_start, full_end, cutlass.max(start, end))
@@ -248,14 +248,14 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
 def is_listed(x: Any) -> Boolean:
     """Whether a list of ``dense_mask.py`` tells which query blocks to visit.
 
-    A deterministic run visits all that the band shows, since by these it counts turns.
+    A deterministic run visits all blocks that the band shows, since it counts turns by them.
     """
     return dense_mask.is_present(x.scalars.mask) & (x.scalars.deterministic == 0)
 
 
 @cute.jit
 def narrow_rows(variant: cutlass.Constexpr, x: Any) -> None:
-    """Narrows the tile's queries by segments and mask, in ``smem.found``. A CTA calls."""
+    """Narrows the tile's queries by segments and mask, in ``smem.found``. All threads call."""
     scalars, config = x.scalars, variant.config
     seen = seen_by(variant, x, tile_at(variant, x, Int32(0)))
     end = cutlass.min(seen.blocks.end * config.block_q, seen.window.q_len)
@@ -277,7 +277,7 @@ def narrow_rows(variant: cutlass.Constexpr, x: Any) -> None:
 def _find_segment_rows(
     variant: cutlass.Constexpr, x: Any, seen: Seen, searched: tiles.Stretch
 ) -> None:
-    """Finds those of the queries ``searched`` that share a segment with the tile."""
+    """Finds which of the queries ``searched`` share a segment with the tile."""
     scalars, config = x.scalars, variant.config
     tile, span, window = seen.tile, seen.span, seen.window
     keys = scalars.kv_segments + (tile.batch * scalars.sequences.rows.own + span.own_start)
@@ -288,13 +288,13 @@ def _find_segment_rows(
 
 
 def first_step(work: Work, parity: Int32) -> Step:
-    """Where a tile begins."""
+    """Returns the first step of a tile."""
     return Step(work.first_block, work.first_head, parity)
 
 
 @cute.jit
 def next_block(variant: cutlass.Constexpr, x: Any, work: Work, q_block: Int32) -> Int32:
-    """The query block that is visited after ``q_block``; of no meaning after the last."""
+    """Returns the query block that is visited after ``q_block``; meaningless after the last."""
     following = q_block + work.stride
     if const_expr(variant.is_general):
         if is_listed(x):
@@ -304,7 +304,7 @@ def next_block(variant: cutlass.Constexpr, x: Any, work: Work, q_block: Int32) -
 
 @cute.jit
 def next_step(variant: cutlass.Constexpr, x: Any, work: Work, at: Step) -> Step:
-    """The step after ``at``: the next head, or the first of the next query block."""
+    """Returns the step after ``at``: the next head, or the first head of the next query block."""
     head = at.head + 1
     is_last = head == work.first_head + work.num_heads
     q_block = at.q_block + work.stride if is_last else at.q_block
@@ -315,7 +315,7 @@ def next_step(variant: cutlass.Constexpr, x: Any, work: Work, at: Step) -> Step:
 
 
 def _turns_of(variant: Any, x: Any, work: Work, at: Step) -> cute.Pointer:
-    """Counts what has been added to the dQ of a query block."""
+    """Returns the counter of what has been added to the dQ of a query block."""
     row = work.scratch_row // variant.config.block_q + at.q_block
     return x.scratch.turns.iterator + (at.head * cute.size(x.scratch.turns, mode=[0]) + row)
 
@@ -336,21 +336,21 @@ def await_turn(
 
 @cute.jit
 def pass_turn(variant: cutlass.Constexpr, x: Any, work: Work, at: Step):
-    """Counts one part that has been added, after all that this warp did. Called by whole warps."""
+    """Counts one more part as added, after all that this warp did. Called by whole warps."""
     if cute.arch.lane_idx() == 0:
         counter = _turns_of(variant, x, work, at)
         cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
 
 def bytes_per_head(variant: Any, q_len: Int32, group: Int32) -> Int32:
-    """Queries, dO and dQ sums of one key/value head, as the work order counts them."""
+    """Bytes of the queries, dO and dQ sums of one key/value head, for the work order."""
     key = variant.key
     return q_len * group * (2 * (key.head_dim + key.value_dim) + 4 * key.head_dim)
 
 
 @cute.jit
 def bulk_load(source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
-    """Starts the copy of a contiguous piece of global memory, ``target``'s size, to ``target``.
+    """Starts the copy of a contiguous piece of global memory to ``target``, which sets its size.
 
     The bytes count on ``barrier``. Called by a whole warp; addresses are multiples of 16 bytes.
     """
@@ -370,10 +370,10 @@ def bulk_load(source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer):
 
 @cute.jit
 def bulk_add(source: cute.Pointer, target: cute.Pointer, size_bytes: cutlass.Constexpr[int]):
-    """Starts the addition of floats in shared memory to as many in global memory, atomically each.
+    """Starts the addition of floats in shared memory to as many in global memory.
 
-    Part of the bulk group of the elected lane. Called by a whole warp; addresses and size are
-    multiples of 16 bytes.
+    Each float is added atomically. The addition joins the bulk group of the elected lane. Called by
+    a whole warp; addresses and size are multiples of 16 bytes.
     """
     with cute.arch.elect_one():
         cute.arch.inline_ptx(

@@ -1,9 +1,9 @@
-"""Merges what several CTAs found out about the same query rows, each over keys of its own.
+"""Merges the results of several CTAs for the same query rows, each over keys of its own.
 
-With ``lse`` the log of the sum of all denominators, ``out = sum of exp(lse_i - lse) out_i`` over
-the parts i (Dao et al., "Flash-Decoding for long-context inference", 2023). A sink counts as part
-of one denominator and needs no care here; a part in which a row sees nothing has lse_i = -inf, and
-what its out_i holds is ignored. Plain code for any GPU: the parts come out of the L2 cache.
+``lse`` is the log of the sum of all denominators, and ``out`` is the sum of ``exp(lse_i - lse)
+out_i`` over the parts i (Dao et al., "Flash-Decoding for long-context inference", 2023). A sink is
+already in one of the denominators. A part in which a row sees nothing has lse_i = -inf, and its
+out_i is ignored. The code is plain and runs on any GPU: the parts come from the L2 cache.
 """
 
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ from jax_fa.kernels import edges, softmax
 from jax_fa.spec.band import ceil_div
 
 WARPS = 4
-"""Of a CTA. Each adds up every fourth part of one row."""
+"""Warps of a CTA. Each sums every fourth part of one row."""
 FLOATS = 4
 """Floats of a 16-byte access."""
 
 
 class Results(NamedTuple):
-    """Out and lse of all query rows and heads, one behind the other; parts have a last mode P."""
+    """Out and lse of all query rows and heads, concatenated; parts have a last mode P."""
 
     out: cute.Tensor  # (4, Dv / 4, rows[, P])
     lse: cute.Tensor  # (rows[, P])
@@ -39,7 +39,7 @@ class Pointers(NamedTuple):
 
 @cute.jit
 def merge_parts(variant: cutlass.Constexpr, call: Any) -> None:
-    """Merges what a forward wrote, if in parts; ``call`` is its ``forward_host.ForwardCall``."""
+    """Merges the parts that a forward wrote, if any; ``call`` is its ``ForwardCall``."""
     parts, whole = Pointers(call.out_parts, call.lse_parts), Pointers(call.out, call.lse)
     batch, length, heads = call.queries
     num_splits = call.scalars.num_splits
@@ -60,13 +60,13 @@ def merge(
     """Launches the kernel.
 
     Args:
-        variant: whose parts they are.
+        variant: the variant that wrote the parts.
         parts: float32 out [P, rows, Dv] and lse [P, rows].
         whole: out [rows, Dv] and float32 lse [rows].
         rows: query rows of all heads.
         width: Dv.
         num_parts: P.
-        stream: to launch on.
+        stream: the stream to launch on.
     """
     quads = width // FLOATS
     of_part = rows.to(Int64)
@@ -92,9 +92,9 @@ def merge(
 
 @cute.kernel
 def kernel(most: cutlass.Constexpr[int], parts: Results, whole: Results):
-    """One row of one head: its lse in every warp, then the weighted sum of out.
+    """Merges one row of one head: first its lse, in every warp, then the weighted sum of out.
 
-    ``most`` of the groups of four columns that a row may have.
+    ``most`` is the largest number of groups of four columns that a row may have.
     """
     row, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
     quads = cute.size(whole.out, mode=[1])
@@ -119,7 +119,7 @@ def kernel(most: cutlass.Constexpr[int], parts: Results, whole: Results):
 
 
 class Weights(NamedTuple):
-    """What a row's parts are weighted by: ``2 ** ((lse_i - reference) * log2 e) * factor``."""
+    """The weight of part i of a row is ``2 ** ((lse_i - reference) * log2 e) * factor``."""
 
     reference: Float32
     factor: Float32
@@ -128,14 +128,14 @@ class Weights(NamedTuple):
 
 @cute.jit
 def weights_of(lse: cute.Tensor, row: Int32) -> Weights:
-    """The weights of a row's parts; ``lse`` is (rows, P). A warp reads 32 parts at a time."""
+    """Returns the weights of a row's parts; ``lse`` is (rows, P). A warp reads 32 at a time."""
     lane, num_parts = cute.arch.lane_idx(), cute.size(lse, mode=[1])
     maximum = -Float32.inf
     for i in cutlass.range(lane, num_parts, edges.WARP, unroll=1):
         maximum = cute.arch.fmax(maximum, lse[row, i])
     for step in cutlass.range_constexpr(5):
         maximum = cute.arch.fmax(maximum, cute.arch.shuffle_sync_bfly(maximum, offset=1 << step))
-    # (-inf) - (-inf) would be NaN; relative to 0, a part without keys weighs 0.
+    # (-inf) - (-inf) would be NaN; relative to 0, a part without keys has weight 0.
     reference = Float32(0.0) if maximum == -Float32.inf else maximum
     total = Float32(0.0)
     for i in cutlass.range(lane, num_parts, edges.WARP, unroll=1):
@@ -157,7 +157,7 @@ def _weight(lse: Float32, reference: Float32) -> Float32:
 
 @cute.jit
 def add_parts(parts: Results, weights: Weights, row: Int32, sums: cute.Tensor):
-    """The weighted sum of every fourth part of a row goes to this warp's share of ``sums``."""
+    """Writes the weighted sum of every fourth part of a row to this warp's share of ``sums``."""
     warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
     quads, num_parts = cute.size(parts.out, mode=[1]), cute.size(parts.lse, mode=[1])
     for j in cutlass.range_constexpr(ceil_div(cute.size(sums, mode=[1]), edges.WARP)):
@@ -171,7 +171,7 @@ def add_parts(parts: Results, weights: Weights, row: Int32, sums: cute.Tensor):
                 weight = _weight(lse, weights.reference)
                 cute.autovec_copy(parts.out[None, quad, row, i], part)
                 for k in cutlass.range_constexpr(FLOATS):
-                    # Where nothing is visible, out_i may be NaN.
+                    # Where a row sees nothing, out_i may be NaN.
                     added = Float32(0.0) if lse == -Float32.inf else weight * part[k]
                     four[k] = four[k] + added
             sums[None, quad, warp].store(four.load())

@@ -1,4 +1,4 @@
-"""The host side of the gradient of a bias, whatever the family."""
+"""The host side of the gradient of a bias, the same for all families."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +20,7 @@ MERGE_THREADS = 256
 
 
 class DbiasCall(NamedTuple):
-    """What a launch of the main kernel is made of."""
+    """Arguments of a launch of the main kernel."""
 
     arrays: Arrays
     scalars: Scalars
@@ -43,9 +43,9 @@ def merge(dbias: Bias, parts: cute.Pointer, num_parts: Int32, stream: cuda.CUstr
 
 @cute.kernel
 def merge_kernel(dbias: Bias, parts: cute.Pointer, num_parts: Int32, elements: Int32) -> None:
-    """Sums the parts of an element in their order, a thread each.
+    """Sums the parts of one element per thread, in the order of parts.
 
-    32 bits count the elements: there are ``ROUNDS`` tiles for each multiprocessor at most.
+    32 bits suffice to count elements: each multiprocessor gets at most ``ROUNDS`` tiles.
     """
     at = cute.arch.block_idx()[0] * MERGE_THREADS + cute.arch.thread_idx()[0]
     if at < elements:
@@ -63,7 +63,7 @@ def merge_kernel(dbias: Bias, parts: cute.Pointer, num_parts: Int32, elements: I
 
 
 def dbias_entry(variant: Variant, launch: Callable) -> Callable:
-    """The flat host entry of a variant; ``launch`` is given it and a ``DbiasCall``."""
+    """Returns the flat host entry of a variant. It calls ``launch`` with a ``DbiasCall``."""
 
     @cute.jit
     def gradient(  # noqa: PLR0913

@@ -1,8 +1,8 @@
-"""Rows of a tile of the gradient of a bias, whose scores are fragments (``fragments.py``).
+"""Rows of a tile of a bias's gradient, for scores held in fragments (``fragments.py``).
 
-An argument ``c`` is anything with the accumulator ``sums``, of dS, with ``bias``, words of a
-thread's part of the bias, with ``kept``, the same in shared memory, and with ``index`` and
-``thread``: which 64 rows it is about, and the calling one of those that own them.
+An argument ``c`` is any object with ``sums``, the accumulator of dS; ``bias``, the words of a
+thread's part of the bias; ``kept``, the same in shared memory; ``index``, the number of its 64
+rows; and ``thread``, the number of the calling thread among those that own these rows.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from jax_fa.kernels.fragment_rows import (
 
 @cute.jit
 def keep_bias(variant: cutlass.Constexpr, x: Any, c: Any, tile: BiasTile) -> None:
-    """Loads the bias of a tile to shared memory, each thread that of its own scores."""
+    """Copies the bias of a tile to shared memory; each thread copies that of its own scores."""
     bias, addresses, config = x.scalars.bias, [], variant.config
     first_row = tile.row_block * config.block_q + c.index * GROUP_ROWS
     for r in cutlass.range_constexpr(fragments.ROWS):
@@ -53,7 +53,7 @@ def keep_bias(variant: cutlass.Constexpr, x: Any, c: Any, tile: BiasTile) -> Non
 
 @cute.jit
 def add_kept(variant: cutlass.Constexpr, x: Any, c: Any, scores: cute.Tensor) -> None:
-    """Adds to the scores what ``keep_bias`` kept."""
+    """Adds the bias that ``keep_bias`` kept to the scores."""
     fours, count = cute.zipped_divide(c.bias, (4,)), cute.size(c.kept, mode=[1])
     if x.scalars.bias.size_bytes == 2:
         for i in cutlass.range_constexpr(count // 2):
@@ -66,7 +66,7 @@ def add_kept(variant: cutlass.Constexpr, x: Any, c: Any, scores: cute.Tensor) ->
 
 @cute.jit
 def row_stats(variant: cutlass.Constexpr, x: Any, c: Any, work: Work) -> RowStats:
-    """Log-sum-exp in base 2 and delta of this thread's rows, such that unused ones have P = 0."""
+    """Returns base-2 log-sum-exp and delta of this thread's rows; unused rows get P = 0."""
     lse2s, deltas, last = [], [], work.span.own_slot - 1
     for at in rows_of_thread(variant, x, c, work):
         position = cutlass.min(at.position, last)
@@ -120,7 +120,7 @@ def to_slopes(x: Any, stats: RowStats, scores: cute.Tensor) -> None:
 def exponentiate(
     x: Any, stats: RowStats, scores: cute.Tensor, has_cap: cutlass.Constexpr[bool]
 ) -> None:
-    """``to_slopes``, with or without a cap."""
+    """Does the work of ``to_slopes``, with or without a cap."""
     by_row = fragments.by_row(scores)
     for r in cutlass.range_constexpr(fragments.ROWS):
         for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
@@ -128,7 +128,7 @@ def exponentiate(
             exponent = score * x.scalars.scale_log2 - stats.lse2[r]
             p = backward_rows.probability(cute.math.exp2(exponent, fastmath=True))
             if const_expr(has_cap):
-                # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+                # Masked scores are -inf here. Their slope must become 0, since 0 * inf is not 0.
                 p = p * cute.arch.fmax(1.0 - score * score, 0.0)
             by_row[r, i] = p
 
@@ -155,7 +155,7 @@ def add_products(
 
 @cute.jit
 def store(variant: cutlass.Constexpr, x: Any, c: Any, tile: BiasTile) -> None:
-    """Writes a tile of the gradient, summed over what the bias is broadcast along."""
+    """Writes a tile of the gradient, summed over the axes that the bias is broadcast along."""
     dbias, config = x.arrays.dbias, variant.config
     base, size_bytes = dbias.array.toint(), dbias.size_bytes
     if x.grid.parts > 1:
@@ -182,7 +182,7 @@ def store(variant: cutlass.Constexpr, x: Any, c: Any, tile: BiasTile) -> None:
 
 
 class RowTarget(NamedTuple):
-    """A row of the gradient, or of a part of it: its address, and its keys of so many bytes."""
+    """A row of the gradient, or of a part of it; ``size_bytes`` is that of one key."""
 
     address: Int64
     size_bytes: Int32
@@ -191,7 +191,7 @@ class RowTarget(NamedTuple):
 
 @cute.jit
 def store_row(variant: cutlass.Constexpr, row: RowTarget, first_key: Int32, values: list) -> None:
-    """Writes a thread's part of a row, from key ``first_key`` on."""
+    """Writes a thread's part of a row, starting at key ``first_key``."""
     dtype = variant.dtype
     for g in cutlass.range_constexpr(len(values) // 2):
         key = first_key + 8 * g
@@ -234,12 +234,12 @@ def sum_rows(variant: cutlass.Constexpr, x: Any, c: Any, sums: cute.Tensor) -> N
         for other in cutlass.range_constexpr(warps):
             total = total + x.smem.columns[first + fragments.column_of(i), other]
         sums[0, i] = total
-    # HAZARD: the next tile's sums may not overwrite what others still read.
+    # HAZARD: the next tile's sums must not overwrite what other threads still read.
     meet(variant, "summed")
 
 
 def meet(variant: Variant, name: str) -> None:
-    """Waits for all that own rows: at a barrier of the plan or, where there is none, of the CTA."""
+    """Waits for all threads that own rows, at a barrier of the plan or else of the CTA."""
     if variant.plan.barriers:
         primitives.meet(variant, name)
     else:

@@ -1,6 +1,6 @@
-"""What there is to do for a tile of the gradient of a bias.
+"""The work of a tile of the gradient of a bias.
 
-A context ``x`` has the ``scalars`` of a forward, and in ``grid`` and ``arrays`` what is made here.
+A context ``x`` has the ``scalars`` of a forward; its ``grid`` and ``arrays`` are of types below.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from jax_fa.spec.band import ceil_div
 
 
 class Arrays(NamedTuple):
-    """Global arrays. On Hopper, the first four as TMA sees them."""
+    """Global arrays. On Hopper, the first four are as TMA sees them."""
 
     q: cute.Tensor  # (T, D, N, B)
     k: cute.Tensor  # (S, D, K, B)
@@ -25,20 +25,20 @@ class Arrays(NamedTuple):
     dout: cute.Tensor  # (T, Dv, N, B)
     lse: cute.Tensor  # (T, N, B)
     delta: cute.Tensor  # (T, N, B)
-    dbias: Bias  # of the bias's extents
-    parts: cute.Pointer  # float32, of the same extents for each part
+    dbias: Bias  # with the extents of the bias
+    parts: cute.Pointer  # float32, with the same extents for each part
 
 
 class Tiles(NamedTuple):
     """The tiles of a bias.
 
     Attributes:
-        heads: of the queries.
+        heads: query heads.
         group: query heads per key/value head.
-        row_blocks: of a head of the bias.
-        key_blocks: of a row of the bias.
-        parts: of the batches and heads that share a tile; each counts as a tile of its own.
-        number: tiles of all heads.
+        row_blocks: blocks of rows per head of the bias.
+        key_blocks: blocks of keys per row of the bias.
+        parts: parts of the batches and heads that share a tile; each counts as a tile of its own.
+        number: tiles of all heads and parts.
     """
 
     heads: Int32
@@ -57,18 +57,18 @@ class Range(NamedTuple):
 
 
 class BiasTile(NamedTuple):
-    """A tile of the bias, and all that it is added to.
+    """A tile of the bias, and everything that it is added to.
 
     Attributes:
         batch: of the bias.
         head: of the bias.
         row_block: of the bias.
         key_block: of the bias.
-        part: of those that share it.
-        pairs: batches and heads of that part, as ``batch * heads + head`` of those that share it.
+        part: number of a part of the batches and heads that share it.
+        pairs: (batch, head) pairs of that part, as ``batch * heads + head`` of those that share it.
         heads: how many heads of a batch share it.
-        row_blocks: blocks of queries.
-        key_blocks: blocks of keys.
+        row_blocks: blocks of queries that it is added to.
+        key_blocks: blocks of keys that it is added to.
     """
 
     batch: Int32
@@ -90,7 +90,7 @@ def make_tiles(
     num_q_heads: Int32,
     num_kv_heads: Int32,
 ) -> Tiles:
-    """The tiles of a call."""
+    """Returns the tiles of a call."""
     row_blocks = ceil_div(bias.rows, variant.config.block_q)
     key_blocks = ceil_div(bias.keys, variant.config.block_kv)
     own_heads, size = bias.batch * bias.heads, backward_division.DBIAS_TILE
@@ -106,7 +106,7 @@ def make_tiles(
 
 @cute.jit
 def _swept(block: Int32, extent: Int32, length: Int32, size: cutlass.Constexpr[int]) -> Range:
-    """The blocks of a sequence that a block of an extent of the bias is added to."""
+    """Returns the blocks of a sequence that a block of the bias, along one extent, is added to."""
     start, end = block, block + 1
     if extent == 1:
         start, end = Int32(0), ceil_div(length, size)
@@ -115,7 +115,7 @@ def _swept(block: Int32, extent: Int32, length: Int32, size: cutlass.Constexpr[i
 
 @cute.jit
 def bias_tile(variant: cutlass.Constexpr, x: Any, number: Int32) -> BiasTile:
-    """Tile ``number``: part by part, and the keys of a row of the bias one after the other."""
+    """Returns tile ``number``: parts vary slowest, key blocks of a row of the bias fastest."""
     bias, grid, config = x.scalars.bias, x.grid, variant.config
     q_len, kv_len = x.scalars.sequences.rows
     tiles_of_part = grid.number // grid.parts
@@ -152,7 +152,7 @@ class Step(NamedTuple):
 
     Attributes:
         work: the block, as a forward sees it.
-        blocks: of its keys, those that the tile is about and that a query sees.
+        blocks: the key blocks that belong to the tile and that a query of the block sees.
     """
 
     work: Work
@@ -163,10 +163,10 @@ class Step(NamedTuple):
 def step_at(
     variant: cutlass.Constexpr, x: Any, tile: BiasTile, pair: Int32, row_block: Int32
 ) -> Step:
-    """What there is to do for a block of queries of pair ``pair`` of a tile."""
+    """Returns the step for a block of queries of pair ``pair`` of a tile."""
     sequences = x.scalars.sequences
     q_len, kv_len = sequences.rows
-    # Of an extent of the bias of 1, everything; else its own.
+    # A tile is added to every batch or head if that extent of the bias is 1, else to its own.
     batch, head = tile.batch + pair // tile.heads, tile.head + pair % tile.heads
     zero, first_row = Int32(0), row_block * variant.config.block_q
     span = tiles.Span(
@@ -190,7 +190,7 @@ def step_at(
 
 
 class RowStats(NamedTuple):
-    """What a thread needs to know of its two rows."""
+    """The statistics of a thread's two rows."""
 
     lse2: list[Float32]
     delta: list[Float32]

@@ -1,9 +1,9 @@
-"""Dense masks: what their words say of a row, and the list of blocks that a tile visits.
+"""Dense masks: the words of a query row, and the list of blocks that a tile visits.
 
-The arrays are those of ``schema.py``: for every query row words of 32 keys, and a map of cells, 16
-rows by 16 keys each, in two planes: whether a cell shows any pair, and whether it shows all. From
-the map a CTA makes a list in shared memory for each of its tiles, of two bits for each block of the
-side that the tile sweeps: whether to visit it, and whether to mask it. Every role walks the list.
+The arrays are those of ``schema.py``: words of 32 keys for every query row, and a map of cells of
+16 rows by 16 keys. The map has two planes: whether a cell shows any pair, and whether it shows all.
+From the map, a CTA makes a list in shared memory for each of its tiles. It has two bits for each
+block that the tile sweeps: whether to visit it, and whether to mask it. Every role walks the list.
 
 HAZARD: arrays may hold anything, and rows may lie beyond the last: every index is clamped.
 """
@@ -21,21 +21,21 @@ from jax_fa.spec.division import LIST_WORDS, MAP_CELL, MASK_BLOCK, WORD_KEYS, ma
 
 LIST_BLOCKS = LIST_WORDS * WORD_KEYS
 SHIFT, SHOWN, PARTIAL = segments.WORDS, segments.WORDS + 1, segments.WORDS + 1 + LIST_WORDS
-"""Where in ``found`` the list has: how many blocks a bit stands for, as a power of two; which
-blocks show something; which hide something."""
+"""Places of the list in ``found``: log2 of how many blocks a bit stands for; the bits that tell
+which blocks show something; and the bits that tell which blocks hide something."""
 
 
 class DenseMask(NamedTuple):
-    """A mask. Pointers are null where there is none; an extent of 1 says the same for all.
+    """A mask. Pointers are null where there is none; an extent of 1 applies to all indices.
 
     Attributes:
-        words: by query row.
+        words: the words, by query row.
         cells: the map.
         batch: 1 or B.
         heads: 1 or N.
-        rows: of words.
-        width: words of a row; one word says the same of all keys.
-        row_shift: a row of words is about so many query rows, as a power of two.
+        rows: rows of words.
+        width: words of a row; a single word says the same of all keys.
+        row_shift: log2 of the number of query rows that share a row of words.
         stripes: rows of the map.
     """
 
@@ -66,7 +66,7 @@ def of_call(
 
 
 def is_present(mask: DenseMask) -> Boolean:
-    """Whether there is one."""
+    """Whether the call has a mask."""
     return tiles.is_present(mask.words)
 
 
@@ -86,7 +86,7 @@ def of_head(mask: DenseMask, batch: Int32, head: Int32) -> Int32:
 
 
 def row_of(mask: DenseMask, batch: Int32, head: Int32, position: Int32) -> Int32:
-    """The number of a query row among all rows of the mask, which 32 bits count."""
+    """The number of a query row among all rows of the mask; it fits 32 bits."""
     return of_head(mask, batch, head) * mask.rows + cutlass.min(
         position >> mask.row_shift, mask.rows - 1
     )
@@ -102,11 +102,11 @@ def word_of(mask: DenseMask, row: Int32, number: Int32) -> Int32:
 def words_of_block(
     mask: DenseMask, row: Int32, block: Int32, block_kv: cutlass.Constexpr[int]
 ) -> list:
-    """What a row sees of the keys of a block, a multiple of 16, by words."""
+    """The words that tell which keys of a block of ``block_kv``, a multiple of 16, a row sees."""
     first = block * block_kv
     words = [word_of(mask, row, first // WORD_KEYS + i) for i in range(block_kv // WORD_KEYS + 1)]
     if const_expr(block_kv % WORD_KEYS != 0):
-        # Blocks begin at the start of a word, or in the middle.
+        # Blocks begin at the start of a word or in its middle.
         halves = [(word >> MAP_CELL) & ((1 << MAP_CELL) - 1) for word in words]
         is_aligned = first % WORD_KEYS == 0
         for i in cutlass.range_constexpr(len(words) - 1):
@@ -116,7 +116,7 @@ def words_of_block(
 
 
 class Heads(NamedTuple):
-    """Query heads from ``first`` to before ``end`` of a batch."""
+    """Query heads ``first`` to ``end - 1`` of a batch."""
 
     batch: Int32
     first: Int32
@@ -124,7 +124,7 @@ class Heads(NamedTuple):
 
 
 def read_heads(mask: DenseMask, heads: Heads) -> Heads:
-    """Those of them whose masks differ."""
+    """Those of ``heads`` whose masks differ."""
     return heads._replace(end=cutlass.min(heads.end, heads.first + mask.heads))
 
 
@@ -136,7 +136,7 @@ class Pairs(NamedTuple):
 
 
 def _bits_between(first: Int32, end: Int32) -> Int32:
-    """Those of the bits ``first`` to before ``end`` that a word has; at least one."""
+    """A word whose bits ``first`` to ``end - 1`` are set, as far as it has them; at least one."""
     below_end = ((Int32(1) << (cutlass.min(end, WORD_KEYS) - 1)) - 1) * 2 + 1
     return below_end & (Int32(-1) << cutlass.max(first, 0))
 
@@ -145,7 +145,7 @@ def _bits_between(first: Int32, end: Int32) -> Int32:
 def look(
     mask: DenseMask, heads: Heads, rows: Stretch, keys: Stretch, max_rows: cutlass.Constexpr[int]
 ) -> Pairs:
-    """Looks at the pairs of ``rows``, at most ``max_rows``, and ``keys``; neither is empty."""
+    """What the map says of ``rows``, at most ``max_rows``, by ``keys``; neither is empty."""
     stripes, width = mask.stripes, ceil_div(mask.width, MAP_CELL)
     first_stripe = cutlass.min(rows.start // MAP_CELL, stripes - 1)
     end_stripe = cutlass.min((rows.end - 1) // MAP_CELL, stripes - 1) + 1
@@ -156,7 +156,7 @@ def look(
         column = cutlass.min(word, width - 1)
         for head in cutlass.range(heads.first, heads.end, unroll=1):
             plane = of_head(mask, heads.batch, head) * 2 * stripes
-            # Unrolled, so that all words are on the way at a time; the last is read repeatedly.
+            # Unrolled, so that all loads are in flight at once; the last word is read repeatedly.
             for i in cutlass.range_constexpr(max_rows // MAP_CELL + 1):
                 stripe = cutlass.min(first_stripe + i, end_stripe - 1)
                 place = (plane + stripe).to(Int64) * width + column
@@ -172,8 +172,8 @@ class Sweep(NamedTuple):
     Attributes:
         of_keys: True in a forward, False in a backward, whose tiles sweep rows.
         size: elements of a block.
-        max_rows: of a tile in a forward, of a block in a backward.
-        warps: those that look, by their numbers in the CTA.
+        max_rows: rows of a tile in a forward, of a block in a backward.
+        warps: numbers, in the CTA, of the warps that look.
     """
 
     of_keys: bool
@@ -196,10 +196,10 @@ def find_blocks(
     Args:
         found: words of shared memory.
         mask: the mask.
-        heads: of the tile.
-        own: rows of the tile in a forward, keys in a backward.
-        swept: its blocks of the other side, as far as the band shows them.
-        sweep: what they are.
+        heads: heads of the tile.
+        own: rows of the tile in a forward, its keys in a backward.
+        swept: the blocks of the other side that the band shows to the tile.
+        sweep: the kind of these blocks, and the warps that look.
     """
     heads = read_heads(mask, heads)
     shift = Int32(0)
@@ -232,11 +232,11 @@ def find_blocks(
 
 @cute.jit
 def last_shown(found: cute.Tensor, block: Int32) -> Int32:
-    """The last block to visit of those up to ``block``; -1 if there is none."""
+    """The last block to visit up to ``block``; -1 if there is none."""
     last = Int32(-1)
     if block >= 0:
         shift = found[SHIFT]
-        # HAZARD: where segments leave a tile nothing to visit, its block may be of any number.
+        # HAZARD: if segments leave a tile nothing to visit, ``block`` may be any number.
         bit = cutlass.min(block >> shift, LIST_BLOCKS - 1)
         word = bit // WORD_KEYS
         shown = found[SHOWN + word] & _bits_between(0, bit % WORD_KEYS + 1)
@@ -251,7 +251,7 @@ def last_shown(found: cute.Tensor, block: Int32) -> Int32:
 
 @cute.jit
 def first_shown(found: cute.Tensor, block: Int32, end: Int32) -> Int32:
-    """The first block to visit of those from ``block`` to before ``end``; else ``end``."""
+    """The first block to visit from ``block`` to ``end - 1``; ``end`` if there is none."""
     first = end
     if block < end:
         shift = found[SHIFT]
@@ -269,7 +269,7 @@ def first_shown(found: cute.Tensor, block: Int32, end: Int32) -> Int32:
 
 @cute.jit
 def count_shown(found: cute.Tensor, start: Int32, end: Int32) -> Int32:
-    """Number of blocks to visit from ``start`` to before ``end``, which the list narrowed."""
+    """The number of blocks to visit from ``start`` to ``end - 1``, a range that is ``narrowed``."""
     count = Int32(0)
     if start < end:
         shift = found[SHIFT]
@@ -284,7 +284,7 @@ def count_shown(found: cute.Tensor, start: Int32, end: Int32) -> Int32:
 
 @cute.jit
 def narrowed(found: cute.Tensor, blocks: Stretch) -> Stretch:
-    """``blocks`` without those at both ends that are not visited; may be empty."""
+    """``blocks`` without the blocks at either end that are not visited; may be empty."""
     end = cutlass.max(last_shown(found, blocks.end - 1) + 1, blocks.start)
     return Stretch(first_shown(found, blocks.start, end), end)
 

@@ -3,9 +3,9 @@
 A *role* is a set of warps with one job. An *edge* is a ring of buffers that one role fills and
 another drains, named after what it carries, guarded by a pair of mbarriers per stage. A kernel's
 ``plan.py`` states its roles, edges, buffers and named barriers; ``check`` finds contradictions
-without a GPU; ``make_edge`` turns an edge into pipeline handles on the device. Standard library
-only, but for that last function. What the tensor core of Blackwell adds, which arrives at mbarriers
-by itself, in pairs of CTAs too, and has a memory of its own: ``sm100/tensor_plan.py``.
+without a GPU; ``make_edge`` turns an edge into pipeline handles on the device. All but the last
+needs only the standard library. The tensor core of Blackwell arrives at mbarriers by itself, also
+in pairs of CTAs, and has a memory of its own: ``sm100/tensor_plan.py`` adds that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WARPS_PER_GROUP = WARPGROUP // WARP
 REGISTERS_PER_SM = 65536
 NAMED_BARRIERS = 16
 SMEM_CAPACITY_BYTES = 227 * 1024
-"""Shared memory that a CTA may have, on every family."""
+"""Shared memory that a CTA may have on sm90 and sm100; ``mma_sync/plan.py`` has its own."""
 MBARRIER_BYTES = 8
 
 EdgeKind = Literal["tma", "tma_umma", "umma", "threads", "threads_umma"]
@@ -33,18 +33,18 @@ BY_HARDWARE: dict[EdgeKind, tuple[str, ...]] = {
     "threads_umma": ("empty",),
 }
 """The barriers of an edge at which a hardware unit arrives, once per phase: TMA when its bytes have
-landed, the tensor core when all it was given before has retired."""
+landed, the tensor core when all operations issued to it before have retired."""
 
 
 class PlanError(Exception):
-    """A plan contradicts itself or the hardware: a bug of ours, never of a caller."""
+    """A plan contradicts itself or the hardware: a bug in this library, never in a caller."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """Warps ``warps`` do ``name`` with ``registers`` per thread (after setmaxnreg).
+    """The warps that do the job ``name``, with ``registers`` per thread (after setmaxnreg).
 
-    Where CTAs work in pairs and ``leader_only``, those of the first CTA do it for both.
+    Where CTAs work in pairs, the warps of the first CTA do a ``leader_only`` job for both.
     """
 
     name: str
@@ -65,11 +65,10 @@ class Edge:
     Attributes:
         data: what it carries; the name by which roles know it.
         producer: role that fills it.
-        consumer: role that drains it, or several, which all do.
+        consumer: role that drains it, or several roles that all do.
         stages: buffers in the ring.
-        stage_bytes: what one TMA load adds to the full barrier; a pair's CTAs add as much each. 0
-            where TMA does not fill it.
-        full: what a passed full barrier promises the consumer; every edge says it.
+        stage_bytes: bytes that the TMA load of each CTA adds to the full barrier; 0 without TMA.
+        full: what a passed full barrier promises the consumer; required.
         empty: what a passed empty barrier promises the producer; "" if another edge makes that
             promise, so that nobody arrives or waits here.
         kind: who fills and who drains it (``BY_HARDWARE``).
@@ -92,7 +91,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Shared memory ``name``; ``alias_of`` is the only overlap allowed, and ``why`` it is safe."""
+    """Shared memory; ``alias_of`` is the only buffer it may overlap, ``why`` that is safe."""
 
     name: str
     size_bytes: int
@@ -102,7 +101,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class NamedBarrier:
-    """A hardware barrier: ``threads`` of them arrive, and what passing it means."""
+    """A hardware barrier: how many threads arrive at it, and what passing it means."""
 
     name: str
     index: int
@@ -114,8 +113,8 @@ class NamedBarrier:
 class Plan:
     """Who does what, over which data, in which memory.
 
-    All is by CTA. With two ``ctas`` the roles that are not ``leader_only``, and every buffer, exist
-    in both CTAs of a pair.
+    Everything is per CTA. With two ``ctas``, every buffer and all roles that are not
+    ``leader_only`` exist in both CTAs of a pair.
     """
 
     roles: tuple[Role, ...]
@@ -137,13 +136,13 @@ class Plan:
         return named(self.barriers, "name", name)
 
     def crosses(self, edge: Edge) -> bool:
-        """True if an edge connects a role of the first CTA with one of both."""
+        """Whether an edge connects a role of the first CTA alone with a role of both CTAs."""
         ends = {self.role(name).leader_only for name in (edge.producer, *edge.consumers)}
         return self.ctas > 1 and len(ends) > 1
 
     @property
     def tmem(self) -> tuple[Any, ...]:
-        """Ranges of tensor memory: none but in a ``tensor_plan.TensorPlan``."""
+        """Ranges of tensor memory; only a ``tensor_plan.TensorPlan`` has any."""
         return ()
 
     @property
@@ -152,7 +151,7 @@ class Plan:
         return sum(2 * edge.stages for edge in self.edges)
 
     def first_mbarrier(self, data: str) -> int:
-        """Index of the first mbarrier of an edge, edges being laid out in order."""
+        """Index of the first mbarrier of an edge; edges are laid out in order."""
         before = self.edges[: self.edges.index(self.edge(data))]
         return sum(2 * edge.stages for edge in before)
 
@@ -169,7 +168,7 @@ class Plan:
 
 
 def named(items: Sequence[Any], field: str, name: str) -> Any:
-    """That of ``items`` whose ``field`` is ``name``."""
+    """Returns the item whose ``field`` is ``name``."""
     for item in items:
         if getattr(item, field) == name:
             return item
@@ -178,9 +177,10 @@ def named(items: Sequence[Any], field: str, name: str) -> Any:
 
 
 def arrivals(plan: Plan, edge: Edge, side: Literal["full", "empty"]) -> int:
-    """Arrivals that complete a phase of one of the edge's barriers.
+    """The number of arrivals that complete a phase of one of the edge's barriers.
 
-    Hardware arrives once; a role arrives once per warp, in the first CTA for both CTAs' roles.
+    Hardware arrives once; a role arrives once per warp. Where an edge crosses a pair, the warps of
+    both CTAs arrive in the first CTA.
     """
     if side in BY_HARDWARE[edge.kind]:
         return 1
@@ -220,8 +220,8 @@ def check(plan: Plan) -> None:
 
 
 def _check_registers(plan: Plan) -> None:
-    # setmaxnreg moves registers between warpgroups of a CTA and cannot take more than the CTA was
-    # launched with: as many per thread as fit, in steps of 8. Beyond that it waits for ever
+    # setmaxnreg moves registers between warpgroups of a CTA. It cannot give out more than the CTA
+    # is launched with: as many per thread as fit, in steps of 8. Beyond that it waits forever
     # (240 + 240 + 32 registers for 384 threads, launched with 168 each, hung an H200).
     pool = plan.threads * (REGISTERS_PER_SM // plan.threads // 8 * 8)
     registers = sum(role.threads * role.registers for role in plan.roles)
@@ -240,7 +240,7 @@ def _check_registers(plan: Plan) -> None:
 
 
 class Ends(NamedTuple):
-    """The handles by which an edge is filled and drained."""
+    """The handles through which an edge is filled and drained."""
 
     producer: Any
     consumer: Any
@@ -266,7 +266,7 @@ def make_ring(plan: Plan, edge: Edge, barrier_storage: Any) -> Any:
 
 
 def shared_arguments(plan: Plan, edge: Edge, barrier_storage: Any) -> dict[str, Any]:
-    """What a pipeline of any kind is made from, by the names that pipelines have for it."""
+    """The constructor arguments that all kinds of pipelines share, by name."""
     from cutlass import pipeline
 
     counts = {

@@ -1,7 +1,7 @@
-"""The flat host entry of a forward, the same for all architectures, and what it is made of.
+"""The flat host entry of a forward, the same for all architectures, and its pieces.
 
-Its parameters are those of ``abi.FORWARD``, one by one: the exporter makes a C function of it. It
-packs them into a ``ForwardCall`` and leaves the rest to the architecture's ``launch``.
+Its parameters are those of ``abi.FORWARD``, one by one, as the exporter makes a C function of it.
+It packs them into a ``ForwardCall`` and leaves the rest to the architecture's ``launch``.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class ForwardCall(NamedTuple):
         widths: D, Dv.
         scalars: what every tile shares.
         num_sms: multiprocessors of the device.
-        stream: to launch on.
+        stream: the stream to launch on.
     """
 
     q: cute.Pointer
@@ -58,9 +58,9 @@ class ForwardViews(NamedTuple):
 
 
 def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> ForwardViews:
-    """The arrays as a forward sees them.
+    """Returns the arrays as a forward sees them.
 
-    ``layouts`` has a field q, k, v and out each: the shared memory layout of what one TMA
+    ``layouts`` has the fields q, k, v and out: for each, the shared memory layout of what one TMA
     instruction copies.
     """
     widths = call.widths
@@ -83,7 +83,7 @@ def forward_arrays(variant: Any, call: ForwardCall, layouts: Any) -> ForwardView
 
 
 def results_of(variant: Any, call: ForwardCall, out: cute.Tensor) -> dict[str, cute.Tensor]:
-    """What threads write: ``out`` and lse, or parts of them."""
+    """Returns the arrays that threads write: ``out`` and lse, or their parts."""
     if not variant.key.is_split:
         return {"out_rows": out, "lse": dense_stats(call.lse, call.queries)}
     queries = call.queries._replace(batch=call.queries.batch * call.scalars.num_splits)
@@ -95,7 +95,7 @@ def results_of(variant: Any, call: ForwardCall, out: cute.Tensor) -> dict[str, c
 
 @cute.jit
 def blocks_of_batch(variant: cutlass.Constexpr, call: ForwardCall, positions: Int32 | int) -> Int32:
-    """Blocks of ``positions`` queries in a batch."""
+    """Returns the number of blocks of ``positions`` queries in a batch."""
     blocks = cute.ceil_div(call.queries.length, positions)
     if const_expr(variant.is_general):
         if tiles.is_present(call.scalars.sequences.cu_seqlens.own):
@@ -105,15 +105,15 @@ def blocks_of_batch(variant: cutlass.Constexpr, call: ForwardCall, positions: In
 
 
 LONG_KEYS = 1 << 16
-"""Keys from which tiles take so long that a CTA for each costs nothing (H100, 32:8 heads of 128,
-causal, 65536 keys 51.4 and 51.6 ms; 32768 keys 12.7 and 13.0), and what runs beside the kernel
-finds room. While CTAs hold all multiprocessors, an exchange of devices that starts late waits, and
-where it started first it keeps CTAs out as long: kernels of 12 ms took 24 (two H100s)."""
+"""The number of keys from which on tiles take so long that one CTA per tile costs nothing (H100,
+32:8 heads of 128, causal: 51.4 and 51.6 ms for 65536 keys, 12.7 and 13.0 for 32768). Other kernels
+then find room. While CTAs hold all multiprocessors, an exchange between devices that starts later
+waits; one that starts earlier keeps CTAs out as long: kernels of 12 ms took 24 (two H100s)."""
 
 
 @cute.jit
 def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None) -> tiles.Grid:
-    """The work order of a forward; units of a ``Packing``, if any, count as query heads."""
+    """Returns the work order of a forward. The units of a ``Packing`` count as query heads."""
     key, config, ctas = variant.key, variant.config, variant.plan.ctas
     num_splits = call.scalars.num_splits
     batch, num_q_heads, num_kv_heads = call.queries.batch, call.queries.heads, call.keys.heads
@@ -122,7 +122,7 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = 
         group, positions = packing.units, packing.positions
         num_heads = num_kv_heads * group
     if const_expr(key.is_split):
-        # Every part of a tile counts as a head of its own: work_on in forward_work.
+        # Every part of a tile counts as a head of its own: see forward_work.work_on.
         num_heads, group = num_heads * num_splits, group * num_splits
     num_q_blocks = blocks_of_batch(variant, call, positions)
     kv_bytes = call.keys.length * (2 * (key.head_dim + key.value_dim)) // group
@@ -145,9 +145,9 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = 
 
 
 def forward_entry(variant: Any, launch: Callable) -> Callable:
-    """The flat host entry of a forward.
+    """Returns the flat host entry of a forward.
 
-    ``launch(variant, call)``, of the architecture, launches the kernel.
+    The architecture's ``launch(variant, call)`` launches the kernel.
     """
     key = variant.key
 

@@ -1,9 +1,9 @@
-"""What the forward kernels of all architectures share: bundles, and what there is to do for a tile.
+"""What the forward kernels of all architectures share: data bundles, and the work of a tile.
 
-A variant is anything with ``key``, ``config``, ``plan``, ``dtype`` and ``is_general``; a context
-``x`` anything with ``arrays``, ``scalars``, ``order``, ``smem`` and ``tma``, and, if its config
-``packs_heads``, ``packing`` and ``granules``, the query array for TMA to copy ``division.GRANULE``
-rows at a time.
+A variant is any object with ``key``, ``config``, ``plan``, ``dtype`` and ``is_general``. A context
+``x`` is any object with ``arrays``, ``scalars``, ``order``, ``smem`` and ``tma``. If the config
+``packs_heads``, a context also has ``packing`` and ``granules``; the latter is the query array,
+which TMA then copies ``division.GRANULE`` rows at a time.
 """
 
 from typing import Any, NamedTuple
@@ -30,17 +30,17 @@ class Variant(NamedTuple):
 
     @property
     def is_general(self) -> bool:
-        """Everything that can hide a key may be there."""
+        """Whether anything that can hide a key may be present."""
         return self.key.mask == "general"
 
     @property
     def lists_ahead(self) -> bool:
-        """A role makes the lists of a dense mask, for tiles to come."""
+        """Whether a role makes the lists of a dense mask ahead of the tiles that use them."""
         return any(edge.producer == "find" for edge in self.plan.edges)
 
     @property
     def is_split(self) -> bool:
-        """Several CTAs share the keys of a tile, and write parts of its result."""
+        """Whether several CTAs share the keys of a tile, and each writes a part of its result."""
         return self.key.is_split
 
     @property
@@ -59,9 +59,9 @@ class Tma(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Global arrays; all but the last two as TMA sees them, where the family has TMA.
+    """Global arrays; where the family has TMA, all but the last two are as TMA sees them.
 
-    Where keys are split, the last two are the parts, in float32, with as many times B batches.
+    Where keys are split, the last two hold the parts, in float32, with ``num_splits * B`` batches.
     """
 
     q: cute.Tensor  # (T, D, N, B)
@@ -86,20 +86,20 @@ class Scalars(NamedTuple):
     q_segments: cute.Pointer
     kv_segments: cute.Pointer
     mask: DenseMask
-    num_splits: Int32  # parts of the keys; of no meaning where they are not split
+    num_splits: Int32  # parts of the keys; meaningless where they are not split
     bias: Any  # bias.Bias, or None if the variant has none
 
 
 class Work(NamedTuple):
-    """A tile with all that follows from it; of its key blocks, those of part ``split``.
+    """A tile and all that follows from it; its key blocks are those of part ``split``.
 
     Attributes:
         tile: the tile.
         span: its sequence.
-        window: the band of that.
+        window: the band of that sequence.
         blocks: its key blocks; the first and the last are visited.
-        num_blocks: how many are visited, at least one.
-        split: number of the part.
+        num_blocks: the number of key blocks that are visited, at least one.
+        split: the number of the part of the keys.
     """
 
     tile: tiles.Tile
@@ -112,7 +112,7 @@ class Work(NamedTuple):
 
 @cute.jit
 def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
-    """The tile at a position of this CTA's list, where CTAs share no products."""
+    """Returns the tile at position ``slot`` of this CTA's list, where CTAs share no products."""
     if const_expr(not variant.config.is_persistent):
         tile = tiles.one_per_cta(x.order, slot)
     elif const_expr(variant.key.mask == "full"):
@@ -129,13 +129,13 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
 
 
 def positions_of_tile(variant: Variant, x: Any) -> Int32 | int:
-    """Query positions of a tile: its rows, unless heads share them."""
+    """Returns the number of query positions of a tile: its rows, unless heads share the tile."""
     return x.packing.positions if variant.config.packs_heads else variant.config.block_q
 
 
 @cute.jit
 def span_of(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> tiles.Span:
-    """The sequence of a tile. Called by whole warps."""
+    """Returns the sequence of a tile. Called by whole warps."""
     sequences, zero = x.scalars.sequences, Int32(0)
     own_len, swept_len = sequences.rows
     positions = positions_of_tile(variant, x)
@@ -154,7 +154,7 @@ class Seen(NamedTuple):
 
 
 def seen_from(variant: Variant, x: Any, span: tiles.Span) -> Seen:
-    """What the tile sees that ``span`` is about, as far as the band says."""
+    """Returns what the band lets the tile of ``span`` see."""
     scalars, config = x.scalars, variant.config
     left, right = scalars.window_left, scalars.window_right
     if not variant.is_general:
@@ -174,7 +174,7 @@ def seen_from(variant: Variant, x: Any, span: tiles.Span) -> Seen:
 
 @cute.jit
 def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
-    """What there is to do for ``tile``. Called by whole warps."""
+    """Returns the work of ``tile``. Called by whole warps."""
     block_kv, scalars = variant.config.block_kv, x.scalars
     span = span_of(variant, x, tile)
     window, blocks = seen_from(variant, x, span)
@@ -205,7 +205,7 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
     if const_expr(variant.is_general):
         if dense_mask.is_present(scalars.mask):
             num_blocks = dense_mask.count_shown(x.smem.found, start, end)
-    # A tile without keys works on one block, all of it masked: no path of its own.
+    # A tile without keys visits one fully masked block, so it needs no path of its own.
     end, num_blocks = cutlass.max(end, start + 1), cutlass.max(num_blocks, 1)
     blocks = Blocks(start, full_start, full_end, end)
     return Work(tile, span, window, blocks, num_blocks, split)
@@ -213,7 +213,7 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
 
 @cute.jit
 def below(variant: cutlass.Constexpr, x: Any, block: Int32) -> Int32:
-    """The block that is visited after ``block``; of no meaning after the last."""
+    """Returns the block that is visited after ``block``; meaningless after the last."""
     following = block - 1
     if const_expr(variant.is_general):
         if dense_mask.is_present(x.scalars.mask):
@@ -223,7 +223,7 @@ def below(variant: cutlass.Constexpr, x: Any, block: Int32) -> Int32:
 
 @cute.jit
 def sink_of(variant: cutlass.Constexpr, x: Any, work: Work, q_head: Int32) -> Float32:
-    """The sink of a query head, -inf for none; the first part of the keys alone counts it."""
+    """Returns the sink of a query head, or -inf; only the first part of the keys counts it."""
     sink = -Float32.inf
     if tiles.is_present(x.scalars.sinks):
         num_q_heads = cute.size(x.arrays.lse, mode=[1])
@@ -234,7 +234,7 @@ def sink_of(variant: cutlass.Constexpr, x: Any, work: Work, q_head: Int32) -> Fl
 
 
 def batch_of_part(variant: Variant, x: Any, work: Work) -> Int32:
-    """Where the last mode of ``Arrays.out_rows`` and ``Arrays.lse`` has the tile's results."""
+    """The tile's index in the last mode of ``Arrays.out_rows`` and ``Arrays.lse``."""
     if not variant.is_split:
         return work.tile.batch
     num_batches = cute.size(x.arrays.k, mode=[3])
@@ -243,7 +243,7 @@ def batch_of_part(variant: Variant, x: Any, work: Work) -> Int32:
 
 @cute.jit
 def narrow_keys(variant: cutlass.Constexpr, x: Any) -> None:
-    """Narrows the only tile's keys by segments and mask, in ``smem.found``. A CTA calls."""
+    """Narrows the only tile's keys by segments and mask, in ``smem.found``. All threads call."""
     scalars, config = x.scalars, variant.config
     tile = tile_at(variant, x, Int32(0))
     span = span_of(variant, x, tile)
@@ -267,7 +267,7 @@ def list_blocks(
     blocks: Blocks,
     warps: cutlass.Constexpr[range],
 ) -> None:
-    """Makes the list of a tile, whose ``blocks`` the band shows, in ``smem.found``."""
+    """Writes a tile's list to ``smem.found``; ``blocks`` are those that the band shows."""
     scalars, config, head = x.scalars, variant.config, tile.head
     if const_expr(variant.is_split):
         head = head // scalars.num_splits
@@ -289,7 +289,7 @@ def _find_segment_keys(
     span: tiles.Span,
     searched: tiles.Stretch,
 ) -> None:
-    """Finds those of the keys ``searched`` that share a segment with the tile."""
+    """Finds which of the keys ``searched`` share a segment with the tile."""
     scalars, sequences, config = x.scalars, x.scalars.sequences, variant.config
     rows = scalars.q_segments + (tile.batch * sequences.rows.own + span.own_start)
     keys = scalars.kv_segments + (tile.batch * sequences.rows.swept + span.swept_start)
@@ -301,7 +301,7 @@ def _find_segment_keys(
 
 
 def row_of_tile(variant: Variant, x: Any, work: Work, row: Int32) -> tiles.RowAt:
-    """What row ``row`` of a tile is about."""
+    """Returns the query position and the head of row ``row`` of a tile."""
     if variant.config.packs_heads:
         granule = variant.config.granule
         return tiles.row_at(x.packing, work.tile, work.span.first_row, row, granule)
@@ -317,9 +317,9 @@ def load_granules(
     stage: Int32,
     barrier: cute.Pointer,
 ) -> None:
-    """A stage of queries of several heads, piece by piece; beyond the array TMA fills with zeros.
+    """Starts the loads of a stage of queries of several heads, one granule at a time.
 
-    ``first`` is the row of the tile at which the stage starts.
+    ``first`` is the tile's row at which the stage starts. TMA fills with zeros beyond the array.
     """
     sQ = cute.make_tensor(x.smem.q.iterator, primitives.by_granules(x.smem.q.layout))
     shape = (division.GRANULE, variant.key.head_dim)

@@ -1,8 +1,8 @@
 """Bias in the order of score fragments (``fragments.py``): loads ahead of use, and the addition.
 
-A thread loads what belongs to its own scores into words of registers, which are on their way while
-products run. Where the elements are of 16 bits and neighbours along a fragment's row, a word holds
-two; else one.
+A thread loads the elements for its own scores into 32-bit words in registers. These loads are in
+flight while products run. A word holds two elements if they have 16 bits and are neighbours along a
+fragment's row, otherwise one.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ def load_rows(
     """Starts the loads for a fragment whose rows are queries.
 
     Args:
-        words: one for each score; elements of 16 bits take half of them.
-        bias: where they come from.
-        rows: addresses of the bias of the thread's rows of scores.
-        first_key: that of the thread's first column.
-        columns: of the fragment.
+        words: one for each score; elements of 16 bits need only half of them.
+        bias: the bias to load from.
+        rows: addresses of the bias rows of the thread's rows of scores.
+        first_key: key of the thread's first column.
+        columns: columns of the fragment.
     """
     # Neighbours are aligned if rows have an even number of elements.
     in_pairs = (first_key + (columns - 6) <= bias.keys) & (bias.keys % 2 == 0)
@@ -70,7 +70,7 @@ def load_rows(
 def load(
     variant: cutlass.Constexpr, x: Any, c: Any, work: Work, block: Int32, words: cute.Tensor
 ) -> None:
-    """Starts the loads of the bias of a block's scores, for a ``c`` of ``fragment_rows.py``."""
+    """Starts the loads of the bias of a block's scores; ``c`` is as in ``fragment_rows.py``."""
     bias, block_kv, addresses = x.scalars.bias, variant.config.block_kv, []
     for at in rows_of_thread(variant, x, c, work):
         row = biases.row_of(bias, work.tile.batch, at.head, at.position)
@@ -81,7 +81,7 @@ def load(
 
 @cute.jit
 def add_rows(acc: cute.Tensor, words: cute.Tensor, bias: Bias, dtype: cutlass.Constexpr) -> None:
-    """Makes sums of scores: ``scale`` times the score plus what ``load_rows`` loaded, capped."""
+    """Replaces each score by ``scale`` times it plus what ``load_rows`` loaded, capped."""
     if bias.size_bytes == 2:
         for i in cutlass.range_constexpr(cute.size(acc) // 2):
             pair = primitives.widen(words[i], dtype)
@@ -94,6 +94,6 @@ def add_rows(acc: cute.Tensor, words: cute.Tensor, bias: Bias, dtype: cutlass.Co
 
 @cute.jit
 def add_words(acc: cute.Tensor, words: cute.Tensor, bias: Bias) -> None:
-    """The sums of words that are floats, an element each."""
+    """Replaces each score by ``scale`` times it plus a word, which is one float32 element."""
     for i in cutlass.range_constexpr(cute.size(acc)):
         acc[i] = acc[i] * bias.scale + biases.as_float(words[i])

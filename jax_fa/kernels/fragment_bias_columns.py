@@ -1,4 +1,4 @@
-"""Bias as a backward reads it, whose fragments have keys for rows (``fragment_bias.py``)."""
+"""Bias for a backward, where the rows of fragments are keys (see ``fragment_bias.py``)."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ def load_columns(
 
     Args:
         words: one for each score.
-        bias: where they come from.
+        bias: the bias to load from.
         head: address of the bias of the query head.
         first_row: query of the thread's first column.
-        first_key: that of the thread's first row.
+        first_key: key of the thread's first row.
     """
-    # D = 256 spilled 16 bytes of addresses computed ahead of the steps (DSL 4.8.1).
+    # Otherwise D = 256 spills 16 bytes of addresses computed ahead of the steps (DSL 4.8.1).
     first_row, first_key, own_rows, own_keys = (
         primitives.opaque(value) for value in (first_row, first_key, bias.rows, bias.keys)
     )
@@ -51,7 +51,7 @@ def load_columns(
 
 @cute.jit
 def add_columns(acc: cute.Tensor, words: cute.Tensor, bias: Bias, dtype: cutlass.Constexpr) -> None:
-    """Makes sums of scores: ``scale`` times the score plus what ``load_columns`` loaded, capped."""
+    """Replaces each score by ``scale`` times it plus what ``load_columns`` loaded, capped."""
     if bias.size_bytes == 2:
         for i in cutlass.range_constexpr(cute.size(acc)):
             element = primitives.widen(words[i], dtype)[0]
@@ -65,7 +65,7 @@ def add_columns(acc: cute.Tensor, words: cute.Tensor, bias: Bias, dtype: cutlass
 def load(
     variant: cutlass.Constexpr, x: Any, c: Any, work: Work, at: Step, words: cute.Tensor
 ) -> None:
-    """Starts the loads of the bias of a step's scores, for a ``c`` of ``fragment_keys.py``."""
+    """Starts the loads of the bias of a step's scores; ``c`` is as in ``fragment_keys.py``."""
     bias, config = x.scalars.bias, variant.config
     head = biases.address_of(bias, biases.row_of(bias, work.tile.batch, at.head, Int32(0)))
     first_row = at.q_block * config.block_q + c.first_query + fragments.first_column(c.thread)
@@ -96,9 +96,9 @@ def exponentiate_exactly(
     lse2: cute.Tensor,
     p: cute.Tensor,
 ) -> None:
-    """Computes P of the scores, rounded, and in place of them P times the slope of a cap.
+    """Computes P, rounded, from the scores, and replaces these by P times the slope of the cap.
 
-    Arguments are those of ``fragment_keys.exponentiate``. Without a cap the second is P in float32.
+    Arguments are as for ``fragment_keys.exponentiate``. Without a cap, P in float32 replaces them.
     """
     score_log2, slope = x.scalars.score_log2, c.s
     if x.scalars.bias.soft_cap != 0.0:
@@ -113,14 +113,14 @@ def exponentiate_exactly(
 
 @cute.jit
 def times_slope(variant: cutlass.Constexpr, c: Any, p: cute.Tensor) -> None:
-    """Multiplies P, rounded, by the slope of the cap, whose results the scores hold."""
+    """Multiplies P, rounded, by the slope of the cap; the scores hold the results of the cap."""
     by_key, words = fragments.by_row(c.s), cute.recast_tensor(p, Int32)
     for group in cutlass.range_constexpr(cute.size(by_key, mode=[1]) // 2):
         for r in cutlass.range_constexpr(fragments.ROWS):
             word = fragments.ROWS * group + r
             powers = primitives.widen(words[word], variant.dtype)
             scores = [by_key[r, 2 * group + i] for i in range(2)]
-            # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+            # Masked scores are -inf here. Their slope is set to 0, because 0 * inf is NaN.
             slopes = [cute.arch.fmax(1.0 - s * s, 0.0) for s in scores]
             words[word] = primitives.narrow_pair(
                 powers[0] * slopes[0], powers[1] * slopes[1], variant.dtype

@@ -1,8 +1,8 @@
 """Keys of a backward whose scores are fragments (``fragments.py``), transposed: a row is a key.
 
-An argument ``c`` is anything with the accumulators ``s`` of such scores, ``dk`` and ``dv``, with
-``first_key`` and ``first_query``, where in the tile and in the block those of ``s`` begin, and with
-``index`` and ``thread``: which consumer it is, and the calling one of its 128 threads.
+An argument ``c`` is anything with the accumulators ``s``, of such scores, ``dk`` and ``dv``; with
+``first_key`` and ``first_query``, where ``s`` begins in the tile and in the query block; and with
+``index``, the number of the consumer, and ``thread``, the calling one of its 128 threads.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from jax_fa.spec.band_of_keys import row_range
 
 
 def own_columns(c: Any, stats: cute.Tensor) -> cute.Tensor:
-    """(2, groups) view: the floats of ``stats`` for this thread's two columns of every group."""
+    """The ``stats`` of this thread's two columns in every group, as a view (2, groups)."""
     columns = (2, 4, cute.size(stats) // 8)
     by_group = cute.make_tensor(stats.iterator, cute.make_layout(columns, stride=(1, 2, 8)))
     own = cute.domain_offset((0, 0, c.first_query // 8), by_group)
@@ -53,17 +53,17 @@ def exponentiate(
     p: cute.Tensor | None,
     slope: cute.Tensor | None,
 ):
-    """Computes P from the scores, and dP/dS of the softmax's inner score: P times the cap's slope.
+    """Computes P from the scores, and the factor ``slope`` of dS: P times the slope of the cap.
 
     Either may be left out; without a cap they are the same numbers.
 
     Args:
         variant: the variant.
         s: the scores.
-        lse2: of this thread's columns: (2, groups), in shared memory or in registers.
-        score_log2: what makes log2 of the softmax's scores of ``s``.
+        lse2: LSE of this thread's columns in base 2: (2, groups), in shared memory or registers.
+        score_log2: factor that turns ``s`` into logits in base 2.
         p: P, rounded.
-        slope: the other, of float32 or rounded. May be ``s``.
+        slope: the factor of dS, in float32 or rounded. May be ``s``.
     """
     by_key = fragments.by_row(s)
     rounds_slope = const_expr(slope is not None and slope.element_type is not Float32)
@@ -86,7 +86,7 @@ def exponentiate(
             if const_expr(p is not None):
                 p_words[word] = primitives.narrow_pair(powers[0], powers[1], variant.dtype)
             if const_expr(variant.key.has_soft_cap):
-                # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+                # Masked scores are -inf here. Their slope is set to 0, because 0 * inf is NaN.
                 slopes = [cute.arch.fmax(1.0 - score * score, 0.0) for score in scores]
                 powers = [powers[i] * slopes[i] for i in range(2)]
             if const_expr(rounds_slope):
@@ -100,7 +100,7 @@ def exponentiate(
 def differentiate(delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
     """Computes dS = slope (dP - delta), in place of dP; ``delta`` is as ``lse2`` above.
 
-    The slope is of float32 or, to a larger error of dS, rounded.
+    The slope is in float32, or rounded, which makes the error of dS larger.
     """
     by_key = fragments.by_row(dp)
     is_rounded = const_expr(slope.element_type is not Float32)
@@ -119,7 +119,7 @@ def differentiate(delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
 
 @cute.jit
 def mask_block(variant: cutlass.Constexpr, x: Any, c: Any, work: Work, at: Step):
-    """Sets the scores of pairs that the band or the segments do not show to -inf."""
+    """Sets the scores of pairs that band, segments or a dense mask hide to -inf."""
     config, window = variant.config, work.window
     first_key = work.tile.block * config.block_kv + c.first_key
     first_column = at.q_block * config.block_q + c.first_query
@@ -173,11 +173,11 @@ def mask_by_columns(
 ):
     """Sets the scores of pairs that a dense mask hides to -inf. Whole warps call.
 
-    ``first_key`` is that of the consumer's first row, ``first_query`` that of its first column.
+    ``first_key`` and ``first_query`` are those of the consumer's first row and first column.
     """
     mask, scores = x.scalars.mask, fragments.by_row(c.s)
     key = first_key + fragments.row_in_tile(c.thread)
-    # The rows of a warp are of one word: its lanes share the reading, a query each.
+    # The rows of a warp lie in one word: its lanes share the loads, one query each.
     columns = fragments.column_of(cute.size(scores, mode=[1]) - 1) + 1
     queries = [
         cutlass.min(first_query + first + cute.arch.lane_idx(), work.window.q_len - 1)
@@ -202,9 +202,9 @@ def store(
     work: Work,
     owned: cutlass.Constexpr = ("dk", "dv"),
 ):
-    """Writes this consumer's dK and dV of 64 keys, or of one part of a group's heads.
+    """Writes this consumer's dK and dV of 64 keys, or their sums over a part of a group's heads.
 
-    Of the two, those that the consumer owns.
+    Only those of the two that are ``owned`` are written.
     """
     key = work.tile.block * variant.config.block_kv + c.first_key
     place = (None, None, work.tile.kv_head, work.tile.batch)

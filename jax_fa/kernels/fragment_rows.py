@@ -1,7 +1,7 @@
-"""Query rows of a forward whose scores are fragments (``fragments.py``): masks, and results.
+"""Query rows of a forward whose scores are fragments (``fragments.py``): masks and results.
 
-An argument ``c`` is anything with the accumulator ``out``, with ``index``, which 64 rows of the
-CTA's tile it is about, and with ``thread``, the calling one of those that own them.
+An argument ``c`` is anything with the accumulator ``out``, with ``index``, which tells the 64 rows
+of the CTA's tile, and with ``thread``, the calling thread among those that own these rows.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jax_fa.kernels.forward_work import Variant, Work, batch_of_part, row_of_til
 from jax_fa.spec.band import key_range
 
 GROUP_ROWS = 64
-"""Rows of one ``index``."""
+"""Rows that one ``index`` covers."""
 
 
 def rows_of_thread(variant: Variant, x: Any, c: Any, work: Work) -> list[tiles.RowAt]:
@@ -33,7 +33,7 @@ def mask_by_words(
     scores: cute.Tensor,
     block: Int32,
 ) -> None:
-    """Hides the keys of a block that a dense mask hides."""
+    """Masks the keys of a block that a dense mask hides."""
     words = []
     for at in rows_of_thread(variant, x, c, work):
         row = dense_mask.row_of(x.scalars.mask, work.tile.batch, at.head, at.position)
@@ -51,7 +51,7 @@ def mask_by_place(
     scores: cute.Tensor,
     block: Int32,
 ) -> None:
-    """Hides the keys of a block that the band and segments hide."""
+    """Masks the keys of a block that the band or the segments hide."""
     scalars = x.scalars
     rows = [at.position for at in rows_of_thread(variant, x, c, work)]
     first_key = block * variant.config.block_kv + fragments.first_column(c.thread)
@@ -67,7 +67,7 @@ def mask_by_place(
             kv_base = work.tile.batch * sequences.rows.swept + work.span.swept_start
             row_ids = []
             for row in rows:
-                # 0 in a tile beyond all sequences, which has no rows.
+                # 0 in a tile beyond all sequences: it has no rows.
                 present = cutlass.max(cutlass.min(row, work.span.own_slot - 1), 0)
                 row_ids.append(tiles.element(scalars.q_segments, q_base + present))
             last = cutlass.max(work.span.swept_len - 1 - first_key, -first_key)
@@ -100,7 +100,7 @@ def finish_rows(
         if const_expr(variant.is_general):
             if row.position >= span.own_len:
                 factor, lse = Float32(0.0), -Float32.inf
-                # The query may hold anything here, NaN too.
+                # The query may hold anything here, even NaN.
                 for i in cutlass.range_constexpr(cute.size(out_rows, mode=[1])):
                     out_rows[r, i] = Float32(0.0)
         factors[r] = factor
@@ -112,7 +112,7 @@ def finish_rows(
 
 @cute.jit
 def store_part(x: Any, c: Any, work: Work, rows: list[tiles.RowAt], batch: Int32) -> None:
-    """Writes ``rows`` as they are, in float32."""
+    """Writes the accumulator of ``rows`` as it is, in float32."""
     values = fragments.by_row(c.out)
     first = fragments.first_column(c.thread)
     for r in cutlass.range_constexpr(fragments.ROWS):

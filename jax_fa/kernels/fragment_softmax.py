@@ -1,4 +1,4 @@
-"""Online softmax and masks over score fragments (``fragments.py``): a row has four threads."""
+"""Online softmax and masks over score fragments (``fragments.py``): four threads share a row."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class RowState(NamedTuple):
 
 
 def make_row_state() -> RowState:
-    """Statistics in registers, yet to be reset."""
+    """Uninitialised statistics in registers; ``reset`` them before use."""
     return RowState(
         cute.make_rmem_tensor((ROWS,), Float32),
         cute.make_rmem_tensor((ROWS,), Float32),
@@ -31,7 +31,7 @@ def make_row_state() -> RowState:
 
 @cute.jit
 def copy(state: RowState) -> RowState:
-    """The same statistics in registers of their own."""
+    """A copy of the statistics in other registers."""
     other = make_row_state()
     other.maximum.store(state.maximum.load())
     other.total.store(state.total.load())
@@ -40,7 +40,7 @@ def copy(state: RowState) -> RowState:
 
 @cute.jit
 def reset(state: RowState) -> None:
-    """Statistics of no keys at all."""
+    """Sets the statistics to those of no keys."""
     state.maximum.fill(-Float32.inf)
     state.total.fill(0.0)
 
@@ -61,7 +61,7 @@ def quad_sum(value: Float32) -> Float32:
 
 @cute.jit
 def row_max(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
-    """Maximum of this thread's scores of one row, over four independent chains."""
+    """Maximum of this thread's scores of one row, computed in four independent chains."""
     columns = cute.size(scores, mode=[1])
     chains = [scores[row, i] for i in range(4)]
     for i in cutlass.range_constexpr(4, columns):
@@ -81,11 +81,11 @@ def update(
     """Replaces scores by probabilities and brings ``state`` up to date.
 
     Args:
-        acc: score fragment; probabilities relative to the new maximum on return.
-        state: statistics before, and after, these scores.
-        scale_log2: factor of a score in base 2.
-        are_wide: scores may be so large that a product with the factor is rounded by more than they
-            differ, or overflows. One that overflows to -inf hides its key.
+        acc: score fragment; on return, probabilities relative to the new maximum.
+        state: statistics before these scores; on return, after them.
+        scale_log2: factor that turns a score into an exponent of 2.
+        are_wide: whether scores may be so large that products with the factor overflow, or are
+            rounded by more than the scores differ. A product that overflows to -inf hides its key.
 
     Returns:
         (2,) factor by which everything accumulated so far shrinks.
@@ -97,7 +97,7 @@ def update(
         before = state.maximum[row]
         maximum = cute.arch.fmax(before, quad_max(row_max(scores, row)))
         state.maximum[row] = maximum
-        # A row that has seen no key: (-inf) - (-inf) would be NaN, 2 ** (-inf - 0) is 0.
+        # For a row that has seen no key, (-inf) - (-inf) would be NaN; 2 ** (-inf - 0) is 0.
         if cutlass.const_expr(are_wide):
             top = Float32(0.0) if maximum * scale_log2 == -Float32.inf else maximum
         else:
@@ -117,7 +117,7 @@ def update(
 def power(
     score: Float32, top: Float32, scale_log2: Float32, are_wide: cutlass.Constexpr[bool]
 ) -> Float32:
-    """2 to a score less the row's largest, in base 2; ``top`` is that one, scaled unless wide."""
+    """2 ** (scaled score - scaled row maximum); ``top`` is the maximum, scaled unless wide."""
     if are_wide:
         return cute.math.exp2((score - top) * scale_log2, fastmath=True)
     return cute.math.exp2(score * scale_log2 - top, fastmath=True)
@@ -137,7 +137,7 @@ def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]) -> No
     """Sets the scores outside each row's ``Stretch`` of visible columns to -inf.
 
     Columns count from this thread's first.
-    ``two_sided`` is False where no row has invisible columns before its visible ones.
+    ``two_sided`` is False if no row has invisible columns before its visible ones.
     """
     scores = by_row(acc)
     for row in cutlass.range_constexpr(ROWS):
@@ -151,13 +151,13 @@ def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]) -> No
 
 @cute.jit
 def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int32) -> None:
-    """Sets the scores of keys of another segment than their row's to -inf.
+    """Sets scores to -inf where the segments of key and row differ.
 
     Args:
         acc: score fragment.
         row_ids: segment of each of this thread's rows.
         ids: segments of the keys, from this thread's first column on.
-        last: offset of the last key from there; nothing beyond it is read.
+        last: offset of the last key from that column; nothing beyond it is read.
     """
     scores = by_row(acc)
     keys = cute.make_tensor(ids, cute.make_layout(1 << 16))
@@ -169,12 +169,12 @@ def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int3
 
 @cute.jit
 def mask_by_words(acc: cute.Tensor, words: list, first_column: Int32) -> None:
-    """Sets scores to -inf whose bit is 0.
+    """Sets the scores whose bit is 0 to -inf.
 
     Args:
         acc: the scores.
         words: for each of this thread's rows, words of 32 columns each.
-        first_column: this thread's first one.
+        first_column: this thread's first column.
     """
     scores = by_row(acc)
     own = [[word >> first_column for word in of_row] for of_row in words]

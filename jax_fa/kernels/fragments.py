@@ -1,17 +1,17 @@
 """Products by wgmma, and the register fragments that they leave.
 
-Fragments follow the accumulator of ``wgmma.m64nNk16``, and a warp's part that of mma.sync: thread
-``t`` of a warpgroup holds, of the 64 x N tile, rows ``16 * (t // 32) + (t % 32) // 4 + 8 * r`` for
-r in {0, 1} and columns ``2 * (t % 4) + c + 8 * g`` for c in {0, 1}, in the order (c, r, g), c
-fastest. The register A operand of the next product wants its 16-column slabs in that very order, so
-P never moves.
+A fragment has the layout of the accumulator of ``wgmma.m64nNk16``; a warp's part of it has that of
+mma.sync. Of the 64 x N tile, thread ``t`` of a warpgroup holds rows
+``16 * (t // 32) + (t % 32) // 4 + 8 * r`` for r in {0, 1} and columns ``2 * (t % 4) + c + 8 * g``
+for c in {0, 1}, in the order (c, r, g), c fastest. The register A operand of the next product takes
+its 16-column slabs in the same order, so P never moves.
 """
 
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 ROWS = 2
-"""Rows of a tile in one thread."""
+"""Rows of a tile that one thread holds."""
 
 
 def make_mma(
@@ -32,8 +32,8 @@ def multiply(
 ) -> None:
     """Issues ``acc (+)= A B`` as one committed group of asynchronous wgmma.
 
-    The K mode of the fragments ``a`` and ``b`` is the last. The caller waits, and until then
-    touches neither ``acc`` nor ``a``.
+    The K mode of the fragments ``a`` and ``b`` is the last. The caller must wait for the group
+    and must not access ``acc`` or ``a`` until then.
     """
     atom = cute.make_mma_atom(mma.op)
     warpgroup.fence()
@@ -44,19 +44,19 @@ def multiply(
 
 
 def accumulator(columns: int) -> cute.Tensor:
-    """A thread's part of ``columns`` columns in registers, ((2, 2, columns / 8), 1, 1)."""
+    """A thread's part of an accumulator in registers, ((2, 2, columns / 8), 1, 1)."""
     return cute.make_rmem_tensor(cute.make_layout(((2, 2, columns // 8), 1, 1)), Float32)
 
 
 def by_row(acc: cute.Tensor) -> cute.Tensor:
-    """View of an accumulator as (2 rows, columns / 4), both this thread's own."""
+    """View of an accumulator as (2 rows, columns / 4): the elements of this thread."""
     (pair, rows, groups), *_ = acc.layout.shape
     layout = cute.make_layout((rows, (pair, groups)), stride=(pair, (1, pair * rows)))
     return cute.make_tensor(acc.iterator, layout)
 
 
 def pairs_by_row(rounded: cute.Tensor) -> cute.Tensor:
-    """View of a 16-bit fragment as (2 rows, column pairs), a pair being one 32-bit word."""
+    """View of a 16-bit fragment as (2 rows, column pairs); a pair is one 32-bit word."""
     (pair, rows, groups), *_ = rounded.layout.shape
     words = cute.recast_tensor(rounded, Int32)
     layout = cute.make_layout((rows, groups), stride=(1, rows))
@@ -64,12 +64,12 @@ def pairs_by_row(rounded: cute.Tensor) -> cute.Tensor:
 
 
 def column_of(index: int) -> int:
-    """Column of element ``index`` of a row in ``by_row``, less that of element 0."""
+    """Column of element ``index`` of a row in ``by_row``, relative to that of element 0."""
     return index // 2 * 8 + index % 2
 
 
 def row_in_tile(thread: Int32) -> Int32:
-    """Row of ``by_row``'s row 0 in the warpgroup's 64, for a thread of it; row 1 is 8 below."""
+    """Row of the warpgroup's 64 that is row 0 in a thread's ``by_row``; row 1 is 8 below it."""
     return thread // 32 * 16 + thread % 32 // 4
 
 

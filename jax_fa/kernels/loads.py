@@ -1,6 +1,6 @@
 """Loads by TMA: a block of rows of one sequence and head goes to a tile of shared memory.
 
-The bytes count at the barrier of the ring that announces the tile. TMA fills with zeros behind the
+The bytes are counted at the ring's barrier that announces the tile. TMA fills with zeros behind the
 last row of an array; ``load_zero_filled`` does so behind the last row of a sequence.
 """
 
@@ -21,7 +21,7 @@ class Operand(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of one sequence and head in an array; its blocks are counted from the first."""
+    """The rows of one sequence and head in an array; blocks are counted from row ``first``."""
 
     first: Int32
     head: Int32
@@ -29,14 +29,14 @@ class Rows(NamedTuple):
 
 
 class Detour(NamedTuple):
-    """A barrier of the loading warp's own, and the phase that its next load completes."""
+    """A barrier that only the loading warp uses, and the phase that its next load completes."""
 
     barrier: cute.Pointer
     phase: Int32
 
 
 def operand(x: Any, name: str, stage: Int32 | None = None) -> Operand:
-    """The operand ``name`` of a context, with its whole ring or with one ``stage`` of it."""
+    """The operand ``name`` of context ``x``, with its whole ring or only one ``stage`` of it."""
     ring = getattr(x.smem, name)
     if stage is not None:
         ring = ring[None, None, stage]
@@ -53,9 +53,9 @@ def _views(loaded: Operand, rows: Rows) -> primitives.TmaViews:
 
 
 def load(loaded: Operand, rows: Rows, block: Int32 | int, slot: Any) -> None:
-    """Starts the load of a block to the stage of ``slot``, which counts the bytes.
+    """Starts the load of a block to the stage of ``slot``, whose barrier counts the bytes.
 
-    A ring without a mode of stages has a single place for blocks.
+    A ring without a stage mode holds a single block.
     """
     views = _views(loaded, rows)
     source, target = views.gmem[None, block], views.smem
@@ -68,10 +68,10 @@ def load(loaded: Operand, rows: Rows, block: Int32 | int, slot: Any) -> None:
 def load_zero_filled(
     loaded: Operand, rows: Rows, block: Int32, num_used: Int32, slot: Any, detour: Detour
 ) -> Int32:
-    """``load`` of a block of which only the first ``num_used`` rows are the sequence's.
+    """Loads a block, of which only the first ``num_used`` rows belong to the sequence.
 
-    The others become zero: probabilities of absent rows are 0, but 0 * NaN is not. Only a
-    block that reaches beyond the sequence's last row takes the detour over a barrier of its own.
+    The other rows become zero: their probabilities are 0, but 0 * NaN is not. Only a block that
+    reaches beyond the sequence's last row takes the detour over a barrier of its own.
 
     Returns:
         The phase of the detour for the next call.
@@ -101,16 +101,16 @@ def copy_zero_filled(
 ) -> None:
     """Copies a block, waits for it at the detour, and zeroes its rows from ``num_used`` on.
 
-    Then its bytes count at the barrier of ``slot``.
+    Only then are its bytes counted at the barrier of ``slot``.
 
     Args:
         tma: the copy.
         source: the block in global memory, as the copy takes it.
         target: its place in shared memory, likewise.
         tile: the same place, (rows, columns).
-        num_used: rows of the block that are the sequence's.
-        slot: of the ring.
-        detour: where the copy completes.
+        num_used: rows of the block that belong to the sequence.
+        slot: the ring's slot for the block.
+        detour: the barrier at which the copy completes.
     """
     height, width = (cute.size(tile, mode=[mode]) for mode in (0, 1))
     size_bytes = height * width * tile.element_type.width // 8

@@ -1,4 +1,4 @@
-"""How query heads of a forward share tiles: Note [Packed heads] in ``tiles.py``, on the host."""
+"""The host side of Note [Packed heads] in ``tiles.py``: how a forward's heads share tiles."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax_fa.spec import division
 
 @cute.jit
 def forward_packing(variant: cutlass.Constexpr, call: ForwardCall) -> division.Packing:
-    """How query heads share tiles, if that pays."""
+    """Returns how query heads share tiles, if that pays."""
     block_q, group = variant.config.block_q, call.queries.heads // call.keys.heads
     packed = division.packing(block_q, group)
     plain = division.Packing(1, block_q, group, group)
@@ -33,7 +33,7 @@ def forward_packing(variant: cutlass.Constexpr, call: ForwardCall) -> division.P
 def forward_granules(
     variant: Any, call: ForwardCall, layout: cute.ComposedLayout
 ) -> primitives.TmaArray:
-    """The query array as TMA copies pieces of a packed tile, to shared memory of ``layout``."""
+    """The query array for TMA to copy granules of a packed tile to shared memory (``layout``)."""
     by_granules = cute.select(primitives.by_granules(layout.outer), mode=[0, 1])
     granule = cute.make_composed_layout(layout.inner, 0, by_granules)
     queries = primitives.dense(call.q, call.queries, call.widths.qk)

@@ -13,7 +13,7 @@ from jax_fa.spec.key import HEAD_STEP
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 Shape = tuple[int, ...]
-"""Elements by mode, as CuTe takes them."""
+"""The number of elements in each mode, as CuTe takes them."""
 
 
 class Extents(NamedTuple):
@@ -33,11 +33,11 @@ class Extents(NamedTuple):
 class Widths(NamedTuple):
     """Columns of a head in arrays: no more than a kernel is compiled for, and multiples of 8.
 
-    TMA and ``cp.async`` fill with zeros behind them, and what is stored ends there.
+    TMA and ``cp.async`` fill the columns behind them with zeros; stores end there.
 
     Attributes:
-        qk: of queries and keys, D.
-        v: of values and outputs, Dv.
+        qk: columns of queries and keys, D.
+        v: columns of values and outputs, Dv.
     """
 
     qk: Int32
@@ -45,7 +45,7 @@ class Widths(NamedTuple):
 
 
 def widths_of(head_dim: Int32, value_dim: Int32) -> Widths:
-    """Those of a call."""
+    """The widths of a call."""
     return Widths(*[cute.assume(x, divby=HEAD_STEP) for x in (head_dim, value_dim)])
 
 
@@ -80,12 +80,12 @@ def smem_layout(dtype: type, shape: Shape, panel: int | None = None) -> cute.Com
 
 
 def smem_tensor(storage: object, layout: cute.ComposedLayout) -> cute.Tensor:
-    """The tensor of ``layout`` in a ``MemRange``, its swizzle carried by the pointer."""
+    """The tensor of ``layout`` in a ``MemRange``; its pointer carries the swizzle."""
     return storage.get_tensor(layout.outer, swizzle=layout.inner)
 
 
 def by_granules(layout: cute.Layout) -> cute.Layout:
-    """(rows, columns, stages), made by ``smem_layout``, as (8, columns, rows / 8, stages)."""
+    """Splits a ``smem_layout`` (rows, columns, stages) into (8, columns, rows / 8, stages)."""
     (inner, outer), columns, stages = layout.shape
     (inner_stride, outer_stride), column_stride, stage_stride = layout.stride
     return cute.make_layout(
@@ -109,7 +109,7 @@ def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
 
 
 def narrow_pair(low: Float32, high: Float32, dtype: type) -> Int32:
-    """A word of two elements of type ``dtype``, rounded."""
+    """A word that holds ``low`` and ``high``, rounded to ``dtype``."""
     kind = "bf16x2" if dtype is BFloat16 else "f16x2"
     return cute.arch.inline_ptx(
         "cvt.rn." + kind + ".f32 {$w0}, {$r1}, {$r0};",
@@ -131,7 +131,7 @@ def widen(word: Int32, dtype: type) -> tuple[Float32, Float32]:
 
 
 def opaque(value: Int32) -> Int32:
-    """The same value; what follows from it does not wait in registers, computed ahead of a loop."""
+    """The same value; nothing derived from it is computed ahead of a loop and kept in registers."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
     )
@@ -152,7 +152,7 @@ def complete_tx(barrier: cute.Pointer, size_bytes: int) -> None:
 
 @cute.jit
 def zero_fill_rows(tile: cute.Tensor, used: Int32) -> None:
-    """Sets the rows of ``tile``, in shared memory, to zero from ``used`` on. One warp."""
+    """Zeroes the rows of ``tile``, in shared memory, from row ``used`` on. One warp calls."""
     words = cute.recast_tensor(tile, Int32)
     rows, width = (cute.size(words, mode=[mode]) for mode in (0, 1))
     lane = cute.arch.lane_idx()
@@ -160,44 +160,44 @@ def zero_fill_rows(tile: cute.Tensor, used: Int32) -> None:
         for first in cutlass.range_constexpr(0, width, cute.arch.WARP_SIZE):
             if lane + first < width:
                 words[row, lane + first] = Int32(0)
-    # HAZARD: the tensor core reads through the async proxy what these lanes wrote through the
-    # generic one, and TMA must have finished before they wrote.
+    # HAZARD: these lanes write through the generic proxy what the tensor core reads through the
+    # async proxy, hence the fence. TMA must have finished before they write.
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
 
 
 class TmaArray(NamedTuple):
-    """A global array for TMA: the copy with its descriptor, and the tensor of coordinates."""
+    """A global array for TMA: the copy with its descriptor, and the coordinate tensor."""
 
     atom: cute.CopyAtom
     array: cute.Tensor
 
 
 def cta_group(ctas: int) -> tcgen05.CtaGroup:
-    """How many CTAs share an operation of TMA or of the tensor core: 1 or 2."""
+    """The group of ``ctas`` CTAs, 1 or 2, that share an operation of TMA or of the tensor core."""
     return tcgen05.CtaGroup.TWO if ctas == 2 else tcgen05.CtaGroup.ONE
 
 
 def tma_load(
     tensor: cute.Tensor, layout: cute.ComposedLayout, tile: Shape, ctas: int = 1
 ) -> TmaArray:
-    """Loads of ``tile`` of modes 0 and 1 of ``tensor`` to shared memory of ``layout``.
+    """Loads of tiles of modes 0 and 1 of ``tensor`` to shared memory of ``layout``.
 
-    Of two ``ctas``, both load to their own shared memory and count at the first's barriers.
+    With two ``ctas``, each loads to its own shared memory and counts at the first CTA's barriers.
     """
     op = cpasync.CopyBulkTensorTileG2SOp(cta_group(ctas))
     return TmaArray(*cpasync.make_tiled_tma_atom(op, tensor, layout, tile))
 
 
 def prefetch_descriptors(atoms: Iterable[cute.CopyAtom | None]) -> None:
-    """Fetches the TMA descriptors of ``atoms`` ahead of use; None stands for one that is absent."""
+    """Prefetches the TMA descriptors of ``atoms``; None stands for an absent one."""
     for atom in atoms:
         if atom is not None:
             cpasync.prefetch_descriptor(atom)
 
 
 def tma_store(tensor: cute.Tensor, layout: cute.ComposedLayout, tile: Shape) -> TmaArray:
-    """Stores of ``tile`` of modes 0 and 1 of ``tensor`` from shared memory of ``layout``."""
+    """Stores of tiles of modes 0 and 1 of ``tensor`` from shared memory of ``layout``."""
     op = cpasync.CopyBulkTensorTileS2GOp()
     return TmaArray(*cpasync.make_tiled_tma_atom(op, tensor, layout, tile))
 
@@ -223,12 +223,12 @@ def tma_views(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> TmaV
 
 
 def meet(variant: Any, name: str, further: Int32 | int = 0) -> None:
-    """Arrives at a named barrier, or one so many further on, and waits there for the others."""
+    """Arrives at the barrier ``further`` numbers after ``name`` and waits there for the others."""
     barrier = variant.plan.barrier(name)
     cute.arch.barrier(barrier_id=barrier.index + further, number_of_threads=barrier.threads)
 
 
 def arrive(variant: Any, name: str, further: Int32 | int = 0) -> None:
-    """Arrives at a named barrier, as ``meet``, and goes on."""
+    """Arrives at a named barrier, chosen as in ``meet``, without waiting."""
     barrier = variant.plan.barrier(name)
     cute.arch.barrier_arrive(barrier_id=barrier.index + further, number_of_threads=barrier.threads)

@@ -1,12 +1,12 @@
-"""Segments: which blocks can share a segment with a tile, and which need not be asked.
+"""Segments: which blocks can share a segment with a tile, and which need no comparison.
 
-A tile's own elements (queries in the forward, keys in the backward) have segments in a range;
-blocks of the other side are visited from the first element in that range to the last. Where the
-tile has a single segment, and everything between the two belongs to it, as with documents longer
-than a tile, blocks within need no comparison of segments at all.
+The segments of a tile's own elements (queries in the forward, keys in the backward) lie in a range.
+Blocks of the other side are visited from the first element in that range to the last. If the tile
+has a single segment, and everything between these two elements belongs to it, as with documents
+longer than a tile, the blocks in between need no comparison of segments at all.
 
-The CTA scans together, once for its tile; the result is ``WORDS`` integers of shared memory: first
-match, last match + 1, the number of matches, or 0 if the tile has several segments, and a 0.
+All threads of the CTA scan, once for its tile. The result is ``WORDS`` integers in shared memory:
+first match, last match + 1, number of matches (0 if the tile has several segments), and a 0.
 """
 
 from typing import NamedTuple
@@ -20,20 +20,20 @@ from jax_fa.kernels.tiles import Stretch
 from jax_fa.spec.band import MAX_LENGTH, ceil_div
 
 WORDS = 4
-"""Words of shared memory; those of ``dense_mask.py`` lie behind them."""
+"""Words of shared memory; the words of ``dense_mask.py`` follow them."""
 _NONE = 0x7FFFFFFF
-"""No segment is larger: a minimum starts from it, and of no elements at all nothing is between."""
+"""No segment is larger. Minima start from it, so the range of no elements is empty."""
 
 
 class Ids(NamedTuple):
-    """The segments from one to another."""
+    """The range of segments from ``lowest`` to ``highest``."""
 
     lowest: Int32
     highest: Int32
 
 
 def reset(found: cute.Tensor) -> None:
-    """Nothing is found yet. One thread calls, before a barrier of the CTA."""
+    """Resets the result to no matches. One thread calls, before a barrier of the CTA."""
     found[0] = Int32(MAX_LENGTH)
     found[1] = Int32(0)
     found[2] = Int32(0)
@@ -44,7 +44,7 @@ def reset(found: cute.Tensor) -> None:
 def lowest_and_highest(
     ids: cute.Pointer, first: Int32, last: Int32, rows: cutlass.Constexpr[int]
 ) -> Ids:
-    """The range of ``ids[first : first + rows]``, nothing beyond ``last``. Whole warps call."""
+    """The range of ``ids[first : first + rows]``, up to ``last`` at most. Whole warps call."""
     lowest, highest = Int32(_NONE), Int32(-_NONE - 1)
     if last >= 0:
         for i in cutlass.range_constexpr(ceil_div(rows, edges.WARP)):
@@ -62,7 +62,7 @@ def scan(
     wanted: Ids,
     threads: cutlass.Constexpr[int],
 ) -> None:
-    """Looks for the segments ``wanted`` among those ``searched`` of ``ids``.
+    """Looks for segments in the range ``wanted`` among the elements ``searched`` of ``ids``.
 
     All ``threads`` of the CTA call; a barrier must follow before ``found`` is read.
     """
@@ -83,7 +83,7 @@ def scan(
 
 
 def visited(found: cute.Tensor, size: int) -> Stretch:
-    """Blocks of ``size`` elements from the first that holds a match to the last + 1."""
+    """The range of blocks of ``size`` elements from the first to the last that holds a match."""
     return Stretch(found[0] // size, ceil_div(found[1], size))
 
 

@@ -1,4 +1,4 @@
-"""Online softmax in base 2: what it is, and what all families share of it.
+"""Online softmax in base 2: the method, and the parts that all families share.
 
 Scores stay as the product left them; the scale (times log2 e) is folded into the one fused
 multiply-add that precedes each exponential: ``p = 2 ** (s * scale_log2 - m * scale_log2)``, with m
@@ -14,15 +14,15 @@ from cutlass import Float32, cute
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 SPAN = 2.0**8
-"""Exponents of which ``sm100/row_softmax.py`` takes shares, so that saturation clamps them."""
+"""Range of exponents. ``sm100/row_softmax.py`` divides by it, so that saturation clamps them."""
 
 
 @cute.jit
 def cap(acc: cute.Tensor, inner_log2: Float32) -> None:
     """Replaces scores s by ``tanh(x)``, with ``2 * log2(e) * x = s * inner_log2``.
 
-    tanh(x) = 1 - 2 / (1 + e ** 2x): two operations of the special function unit, absolute error
-    1e-7; the hardware's tanh has 5e-4, which a cap of 50 would turn into 0.02 in the logits.
+    tanh(x) = 1 - 2 / (1 + e ** 2x) takes two operations of the special function unit and has an
+    absolute error of 1e-7. The hardware's tanh has 5e-4; a cap of 50 makes that 0.02 in the logits.
     """
     for i in cutlass.range_constexpr(cute.size(acc)):
         power = cute.math.exp2(acc[i] * inner_log2, fastmath=True)
@@ -30,7 +30,7 @@ def cap(acc: cute.Tensor, inner_log2: Float32) -> None:
 
 
 class RowResult(NamedTuple):
-    """What a row comes to: the factor of its accumulator, and its log-sum-exp."""
+    """The results of a row: the factor of its accumulator, and its log-sum-exp."""
 
     factor: Float32
     lse: Float32
@@ -38,7 +38,7 @@ class RowResult(NamedTuple):
 
 @cute.jit
 def finish_whole_row(maximum_log2: Float32, total: Float32, sink: Float32) -> RowResult:
-    """The result of a row from its maximum, scaled, and the sum relative to that.
+    """The result of a row from its scaled maximum and the sum relative to that maximum.
 
     ``sink`` is one more logit in the denominator, -inf for none.
     """

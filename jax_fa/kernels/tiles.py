@@ -1,40 +1,40 @@
 """Tiles, the order in which they are worked on, and the sequences they belong to.
 
 A tile is a block of rows of one head of one sequence: of queries in the forward, of keys in the
-backward. That side is the tile's *own*; blocks of the other pass by, the side that is *swept*.
-Persistent kernels give CTA ``c`` of ``C`` the positions c, c + C, c + 2 C, ... of an order; every
-role walks it by itself, so no role tells another what comes next.
+backward. That side is the tile's *own* side; blocks of the other side, the *swept* side, pass by.
+Persistent kernels give CTA ``c`` of ``C`` the positions c, c + C, c + 2 C, ... of an order. Every
+role walks the order by itself, so no role tells another what comes next.
 
-* ``row_order``: the blocks of a head, then the next head: for work where all tiles cost the same.
-* ``longest_first``: heads in bands whose swept sides fit the L2 cache together; in a band,
-  the last block of every head, then the one before it (LPT scheduling; FlashAttention-4 reports 4
-  to 14 % from it on H200). Note [Bands].
-* ``one_per_cta``: the order of ``longest_first``, one tile for each CTA of the grid, left to the
-  hardware to balance: for segments, whose costs only the kernel knows.
+* ``row_order``: the blocks of a head, then the next head; for work where all tiles cost the same.
+* ``longest_first``: bands of heads whose swept sides fit the L2 cache together. Within a band, the
+  last block of every head comes first, then the one before it (LPT scheduling; FlashAttention-4
+  reports 4 to 14 % from it on H200). See Note [Bands].
+* ``one_per_cta``: the order of ``longest_first`` with one tile for each CTA of the grid; the
+  hardware balances the load. It is for segments, whose costs only the kernel knows.
 
 # Note [Bands]
-Under a causal mask costs fall along a band, and its last round may be empty for some CTAs. Were the
-CTAs that get the longest tiles, or one more, the same in every band, they would be late by as much
-as all bands together. So bands are equal, to a head, which leaves no small one that occupies few
-CTAs; every second round runs backwards, and so does the first one of every second band; and after
-two bands CTAs exchange their places, five eighths of them further on: multiples of 5/8 lie apart,
-however few bands there are. Most over mean work of a CTA: ``tests/test_work_order.py``.
+Under a causal mask, costs fall along a band, and some CTAs may get no tile in its last round. If
+the same CTAs got the longest tiles, or one tile more, in every band, their delays would add up over
+all bands. So bands differ by at most one head: no small band occupies only a few CTAs. Every second
+round runs backwards, starting with the first round in every second band. After two bands, CTAs move
+on by five eighths of their number: multiples of 5/8 lie apart, however few bands there are.
+``tests/test_work_order.py`` measures the largest work of a CTA over the mean.
 
 # Note [Packed heads]
-A tile of one head and few queries, down to the one of a decoding step, is nearly empty, and the
-next head of the group reads the same keys again. So heads can share a tile: its granules of 8 rows
-go round the heads, granule g being positions 8 (g // heads) to 8 (g // heads) + 7 of head
-g % heads. The number of tiles falls by as much as fits, the whole group for up to
-8 (block_q / 8 / group) queries, and so do products, exponentials and reads of K and V. Masks know
-positions only, results go where position and head say. With one head a granule's position is its
-row: unpacked tiles are a case of the same arithmetic.
+A tile of one head with few queries, down to the single query of a decoding step, is nearly empty,
+and the next head of the group reads the same keys again. So heads can share a tile: its granules of
+8 rows go round the heads. Granule g holds positions 8 (g // heads) to 8 (g // heads) + 7 of head
+g % heads. A tile holds as many heads as fit: the whole group for up to 8 (block_q / 8 / group)
+queries. The number of tiles falls by that factor, and so do products, exponentials and reads of K
+and V. Masks depend on positions only; results are written where position and head say. With one
+head, a granule's position is its row, so unpacked tiles are a case of the same arithmetic.
 
 # Note [Borders]
 ``sequences.borders`` makes borders ascend within the array before any path sees them. A program
-that calls kernels by itself may hold anything, so they read border m by the same rule, as the
-largest of borders 0 to m within the array: slots lie in the array and apart, and every row behind
-the first border is in one tile. Lengths and offsets are clamped where they are read. In a search
-through ascending borders that is one vote for 32 of them.
+that calls the kernels directly may pass anything, so kernels apply the same rule: they read border
+m as the largest of borders 0 to m, clamped to the array. Slots then lie in the array and do not
+overlap, and every row behind the first border is in one tile. Lengths and offsets are clamped where
+they are read. In a search through ascending borders, the rule costs one vote per 32 borders.
 """
 
 from typing import Any, NamedTuple
@@ -47,31 +47,31 @@ from jax_fa.spec.band import MAX_OFFSET, Extremes
 from jax_fa.spec.division import GRANULE, Packing
 
 L2_BUDGET_BYTES = 32 << 20
-"""What the swept side of one band of heads may occupy: most of the 50 MB L2 of an H100."""
+"""The most that the swept sides of one band may occupy: most of the 50 MB L2 of an H100."""
 
 ROUNDS_PER_BAND = 2
-"""Tiles that a CTA gets of a band of heads, about, whatever the cache holds: two tiles of unequal
-length balance each other, one cannot."""
+"""About how many tiles a CTA gets from a band, at least, whatever the cache holds: two tiles of
+unequal length balance each other, one cannot."""
 
 
 EXTREMES = Extremes(cutlass.min, cutlass.max)
-"""Of traced integers, for ``band.py``."""
+"""The minimum and maximum of traced integers, for ``band.py``."""
 
 
 class Order(NamedTuple):
     """The run-time extents of a work order, the same for all CTAs.
 
-    A head of an order is what it cuts into tiles by itself: in the forward a query head, or as much
-    of a group as packed tiles hold, times the parts of split keys; in the backward a part of the
-    query heads of a key/value head.
+    A head of an order is the unit that is cut into tiles. In the forward, it is a query head, or
+    the heads of a group that share packed tiles, once for each part of split keys. In the backward,
+    it is a part of the query heads of a key/value head.
 
     Attributes:
         num_heads: heads of all batches.
         heads_per_batch: heads of one batch.
         group: heads per key/value head.
         num_blocks: blocks of a head.
-        heads_per_band: most heads of a band, which share the L2 cache.
-        num_bands: bands.
+        heads_per_band: heads of the largest band; the heads of a band share the L2 cache.
+        num_bands: number of bands.
         rounds: rounds that a band takes.
     """
 
@@ -94,7 +94,7 @@ def make_order(
 ) -> Order:
     """The work order of ``num_heads * num_blocks`` tiles on ``num_ctas`` CTAs."""
     in_cache = L2_BUDGET_BYTES // cutlass.max(swept_bytes_per_head, 1)
-    # CTAs that a band leaves idle wait for it: short heads that sweep far would run one by one.
+    # Bands of few tiles leave CTAs idle: short heads that sweep far would run one by one.
     in_rounds = cutlass.max(ROUNDS_PER_BAND * num_ctas // num_blocks, 1)
     num_bands = cute.ceil_div(num_heads, cutlass.max(in_cache, in_rounds))
     heads_per_band = cute.ceil_div(num_heads, num_bands)
@@ -113,11 +113,11 @@ class Tile(NamedTuple):
     """One tile.
 
     Attributes:
-        is_valid: there is such a tile.
+        is_valid: whether the tile exists.
         slot: its position in its CTA's list.
-        block: its number among those of its head.
-        head: its head in its batch, of those that the order counts.
-        kv_head: the key/value head that this belongs to.
+        block: its number among the tiles of its head.
+        head: its head within its batch, as the order counts heads.
+        kv_head: the key/value head that ``head`` belongs to.
         batch: its batch.
     """
 
@@ -130,8 +130,8 @@ class Tile(NamedTuple):
 
 
 def tile_of(order: Order, slot: Int32, is_valid: Boolean, head: Int32, block: Int32) -> Tile:
-    """The tile of a block of a head, counted through all batches."""
-    # An invalid tile may lie anywhere, but what is read about its sequence must exist.
+    """The tile of a block of ``head``, which counts through all batches."""
+    # An invalid tile may lie anywhere, but its sequence must exist, since data of it is read.
     head = cutlass.min(head, order.num_heads - 1)
     in_batch = head % order.heads_per_batch
     kv_head, batch = in_batch // order.group, head // order.heads_per_batch
@@ -139,14 +139,14 @@ def tile_of(order: Order, slot: Int32, is_valid: Boolean, head: Int32, block: In
 
 
 class Clusters(NamedTuple):
-    """The clusters of a grid: which of them this CTA is in, and how many there are."""
+    """The clusters of a grid: the number of this CTA's own cluster, and how many there are."""
 
     own: Int32
     number: Int32
 
 
 def _clusters(ctas: int) -> Clusters:
-    """Those of ``ctas`` CTAs each."""
+    """The clusters of the grid, of ``ctas`` CTAs each."""
     cta, *_ = cute.arch.block_idx()
     num_ctas, *_ = cute.arch.grid_dim()
     return Clusters(cta, num_ctas) if ctas == 1 else Clusters(cta // ctas, num_ctas // ctas)
@@ -155,7 +155,7 @@ def _clusters(ctas: int) -> Clusters:
 def row_order(order: Order, slot: Int32, ctas: int = 1) -> Tile:
     """The tile at position ``slot`` of this CTA's share of all tiles, head by head.
 
-    Where ``ctas`` CTAs of a cluster share every tile, those of the cluster.
+    Where the ``ctas`` CTAs of a cluster share every tile, the share is that of the cluster.
     """
     clusters = _clusters(ctas)
     index = slot * clusters.number + clusters.own
@@ -169,7 +169,7 @@ def row_order(order: Order, slot: Int32, ctas: int = 1) -> Tile:
 
 
 def num_tiles(order: Order, ctas: int = 1) -> Int32:
-    """Tiles of all heads; for ``clusters.in_order`` with those that fill up the last clusters."""
+    """Tiles of all heads; for ``clusters.in_order``, each group is padded to whole clusters."""
     return order.num_heads // order.group * tiles_of_group(order, ctas)
 
 
@@ -179,7 +179,7 @@ def are_as_many_as_ctas(order: Order) -> Boolean:
 
 
 def tiles_of_group(order: Order, ctas: int) -> Int32:
-    """Tiles of the heads of a key/value head, filled up to whole clusters."""
+    """Tiles of the heads of a key/value head, padded to whole clusters."""
     return cute.ceil_div(order.group * order.num_blocks, ctas) * ctas
 
 
@@ -188,7 +188,7 @@ def longest_first(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -
     """The tile at position ``slot`` of this CTA's share, longest tiles first within a band.
 
     A CTA may have no tile in the last rounds of a band; it then goes on to the next band. ``ctas``
-    as for ``row_order``.
+    is as for ``row_order``.
     """
     tile = _in_round(order, slot, ctas)
     while not tile.is_valid and tile.slot < order.num_bands * order.rounds:
@@ -198,7 +198,7 @@ def longest_first(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -
 
 def _in_round(order: Order, slot: Int32, ctas: int) -> Tile:
     """The tile at position ``slot``, if there is one: Note [Bands]."""
-    # Opaque: what follows from these would be kept in registers from tile to tile.
+    # Opaque, or values derived from these would be kept in registers from tile to tile.
     rounds, num_bands = primitives.opaque(order.rounds), primitives.opaque(order.num_bands)
     clusters, band, turn = _clusters(ctas), slot // rounds, slot % rounds
     number = primitives.opaque(clusters.number)
@@ -224,7 +224,7 @@ def _in_band(order: Order, slot: Int32, first_head: Int32, num_heads: Int32, pla
 
 @cute.jit
 def one_per_cta(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -> Tile:
-    """The only tile of this CTA, at ``slot`` 0; ``ctas`` as for ``row_order``."""
+    """The only tile of this CTA, at ``slot`` 0; ``ctas`` is as for ``row_order``."""
     nowhere = Int32(0)
     tile = Tile(Boolean(False), slot, nowhere, nowhere, nowhere, nowhere)
     if slot == 0:
@@ -237,7 +237,7 @@ def one_per_cta(order: Order, slot: Int32, ctas: cutlass.Constexpr[int] = 1) -> 
 
 
 class RowAt(NamedTuple):
-    """What a row of a tile is about: query ``position`` of its sequence, query head ``head``."""
+    """The query that a row of a tile holds: its position in its sequence, and its query head."""
 
     position: Int32
     head: Int32
@@ -247,7 +247,7 @@ class RowAt(NamedTuple):
 def row_at(
     packing: Packing, tile: Tile, first_position: Int32, row: Int32, rows: int = GRANULE
 ) -> RowAt:
-    """What row ``row`` of a tile is about, whose first position and rows of a granule are given."""
+    """The query in row ``row`` of a tile; ``rows`` is the number of rows of a granule."""
     granule = row // rows
     offset = granule // packing.heads * rows + row % rows
     in_group = tile.head % packing.units * packing.heads + granule % packing.heads
@@ -259,7 +259,7 @@ def row_at(
 
 
 class Sides(NamedTuple):
-    """The same of both sides: of that which tiles are cut from, and of that which they sweep."""
+    """One value for each side: that which tiles are cut from, and that which they sweep."""
 
     own: Any
     swept: Any
@@ -272,8 +272,8 @@ class Sequences(NamedTuple):
         lengths: rows in use of each sequence (pointers).
         cu_seqlens: borders of packed sequences (pointers).
         q_offset: position of query row 0 of each sequence.
-        num_sequences: how many there are.
-        rows: of an array of one batch (Int32).
+        num_sequences: number of sequences.
+        rows: rows of one batch in an array (Int32).
     """
 
     lengths: Sides
@@ -328,13 +328,13 @@ def element_or(pointer: cute.Pointer, index: Int32, default: Int32) -> Int32:
 
 @cute.jit
 def used_of(lengths: cute.Pointer, sequence: Int32, slot: Int32) -> Int32:
-    """Rows in use of a sequence in a slot of ``slot`` rows: none beyond it, whatever was given."""
+    """The rows in use of a sequence in a slot of ``slot`` rows, clamped to the slot."""
     return cutlass.max(cutlass.min(element_or(lengths, sequence, slot), slot), 0)
 
 
 @cute.jit
 def offset_of(q_offset: cute.Pointer, sequence: Int32) -> Int32:
-    """Position of query row 0 of a sequence, near enough for ``band.py`` whatever was given."""
+    """The position of query row 0 of a sequence, clamped to the range that ``band.py`` allows."""
     offset = element_or(q_offset, sequence, Int32(0))
     return cutlass.max(cutlass.min(offset, MAX_OFFSET), -MAX_OFFSET)
 
@@ -363,9 +363,9 @@ def slot_at(cu_seqlens: cute.Pointer, number: Int32, length: Int32) -> Stretch:
 def locate(sequences: Sequences, tile: Tile, tile_rows: Int32 | int) -> Span:
     """The sequence of ``tile``, of ``tile_rows`` rows. All lanes of a warp call.
 
-    In packed arrays the tile's ``block`` counts through the blocks of all sequences, and of the
-    rows behind the last one, which form a sequence that sweeps nothing so that they too are
-    written. A tile beyond those has no rows.
+    In packed arrays, the tile's ``block`` counts through the blocks of all sequences. The rows
+    behind the last sequence form one more, which sweeps nothing, so that they are written too. A
+    tile beyond that one has no rows.
     """
     s = sequences
     span = Span(
@@ -416,7 +416,7 @@ def locate(sequences: Sequences, tile: Tile, tile_rows: Int32 | int) -> Span:
             swept = slot_at(s.cu_seqlens.swept, number, s.rows.swept)
         clamped = cutlass.min(number, s.num_sequences - 1)
         own_slot = own_end - own_start
-        # Where nothing is swept, masks read the first row all the same: it has to exist.
+        # Masks read the first swept row even where nothing is swept, so it has to exist.
         span = Span(
             clamped,
             own_start,

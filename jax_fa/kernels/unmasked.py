@@ -1,7 +1,7 @@
-"""Which blocks of a tile need no mask, where more than the band hides keys.
+"""Which blocks of a tile need no mask if more than the band hides keys.
 
-The band says which blocks are "full" (``band.Blocks``); segments leave of these the ones that share
-the tile's only segment. A dense mask hides here and there, as its list of blocks tells.
+The band determines which blocks are "full" (``band.Blocks``). Of these, segments leave only those
+that share the tile's only segment. A dense mask hides pairs in any block; its list tells in which.
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ def unmasked_blocks(
     found: cute.Tensor,
     size: cutlass.Constexpr[int],
 ) -> Blocks:
-    """``blocks`` with "full" as band and segments leave it, between ``start`` and ``end``.
+    """``blocks`` with the full range that band and segments leave, within ``start`` and ``end``.
 
     Args:
         variant: the variant, of a forward or a backward.
-        scalars: its run-time values, with segments.
-        blocks: those of the band; ``start`` and ``end`` may have been narrowed since.
+        scalars: the run-time values of the variant, with segments.
+        blocks: the blocks of the band; ``start`` and ``end`` may have been narrowed since.
         found: what the scan of ``segments.py`` found.
         size: elements of a block.
     """
@@ -56,5 +56,5 @@ def hides_pairs(
 
 @cute.jit
 def next_hides_pairs(variant: cutlass.Constexpr, x: Any, blocks: Blocks, block: Int32) -> Boolean:
-    """``hides_pairs`` of the block of the next step; of another one, after the last."""
+    """``hides_pairs`` of the next step's block; after the last step, of some other block."""
     return hides_pairs(variant, x.scalars, blocks, x.smem.found, cutlass.max(block, 0))

@@ -4,7 +4,7 @@ A host entry takes run-time values only: pointers to dense row-major arrays, 32-
 scalars, the stream. What is compile-time (the largest head sizes, element type, mask class, soft
 cap, tile sizes) is closed over and absent from the list. All entries of one operation share one
 list, so the C++ side fills one array of argument addresses per operation, in this order, whatever
-the variant; what has no use for an operand ignores it.
+the variant; an entry that has no use for an operand ignores it.
 
 Arrays, extents and attributes are those of ``schema.py``. Absent operands are null pointers. For
 packed sequences ``batch`` is 1, ``q_len`` and ``kv_len`` are totals, and ``num_sequences`` counts
@@ -49,7 +49,7 @@ _REQUIRED = _pointers(array for array in schema.OPERANDS if not array.is_optiona
 
 
 def is_read(row: Array | Attribute, operation: Operation) -> bool:
-    """Some GPU kernel of an operation reads it."""
+    """Whether some GPU kernel of ``operation`` reads ``row``."""
     return row.readers is None or any(
         folder != "cpu" and of == operation for folder, of in row.readers
     )
@@ -63,7 +63,7 @@ def _extras(operation: Operation) -> tuple[Param, ...]:
 def _problem(operation: Operation) -> tuple[Param, ...]:
     """Run-time extents and scalars.
 
-    Bounds are ``band.UNBOUNDED`` at most, ``num_sms`` is the device's multiprocessor count
+    Bounds are at most ``band.UNBOUNDED``; ``num_sms`` is the device's multiprocessor count
     (persistent kernels launch that many CTAs).
     """
     read = (x for x in schema.ATTRIBUTES if is_read(x, operation) and not x.is_backward_only)
@@ -82,8 +82,8 @@ FORWARD: tuple[Param, ...] = (
     *_problem("fwd"),
     Param("stream", "stream"),
 )
-"""Parameters of every forward entry. Those that split keys take at least two parts, others none:
-null pointers and 0."""
+"""Parameters of every forward entry. Entries that split keys take at least two parts; others take
+none, that is null pointers and 0."""
 
 BACKWARD: tuple[Param, ...] = (
     *_REQUIRED,
@@ -93,7 +93,7 @@ BACKWARD: tuple[Param, ...] = (
     *_scalars(attribute for attribute in schema.ATTRIBUTES if attribute.is_backward_only),
     Param("stream", "stream"),
 )
-"""Parameters of every backward entry. ``dlse`` may be null, ``dsinks`` is null iff ``sinks`` is."""
+"""Parameters of every backward entry. ``dlse`` may be null; ``dsinks`` is null iff ``sinks`` is."""
 
 BIAS_GRADIENT: tuple[Param, ...] = (
     *_REQUIRED,
@@ -102,14 +102,14 @@ BIAS_GRADIENT: tuple[Param, ...] = (
     *_problem("dbias"),
     Param("stream", "stream"),
 )
-"""Parameters of every entry that gives the gradient of a bias, which is there."""
+"""Parameters of every entry that computes the gradient of a bias; the bias is never null."""
 
 PARAMETERS: dict[Operation, tuple[Param, ...]] = {
     "fwd": FORWARD,
     "bwd": BACKWARD,
     "dbias": BIAS_GRADIENT,
 }
-"""Those of every entry of an operation."""
+"""The parameters of the entries of each operation."""
 
 ALIGNMENT_BYTES = 16
-"""Where arrays start that kernels access 16 bytes at a time, at multiples (a TMA rule)."""
+"""Arrays that kernels access 16 bytes at a time start at multiples of this (a TMA rule)."""

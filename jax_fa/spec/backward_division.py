@@ -1,6 +1,6 @@
-"""How a backward's work is divided, as far as its kernels and those who call them have to agree.
+"""How a backward's work is divided, as far as its kernels and their callers have to agree.
 
-On ints, on traced values and on names of C++ fields, as ``division.py``.
+Computed on ints, on traced values and on names of C++ fields, as in ``division.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jax_fa.spec.band import OF_INTS, Extremes, ceil_div
 from jax_fa.spec.division import RESIDENT_CTAS
 
 SCRATCH_BLOCK = 128
-"""Query rows by which a sequence's place in ``dq_sum`` and ``row_stats`` may be padded; the largest
+"""Most query rows by which a sequence may be padded in ``dq_sum`` and ``row_stats``; the largest
 ``block_q`` of any backward kernel."""
 
 ROUNDS = 4
@@ -28,8 +28,8 @@ KV_SPLIT_BLOCK = 128
 def scratch_rows(batch: Any, num_sequences: Any, q_len: Any) -> Any:
     """Query rows per head of ``dq_sum`` and ``row_stats``.
 
-    Sequence m of start s occupies the rows from ``(s // block_q + m) * block_q`` on, whatever the
-    ``block_q`` of the kernel, so that every sequence starts on a block of its own.
+    Sequence m, which starts at s, occupies the rows from ``(s // block_q + m) * block_q`` on,
+    whatever the ``block_q`` of the kernel, so that every sequence starts on a block of its own.
     """
     return (ceil_div(batch * q_len, SCRATCH_BLOCK) + num_sequences) * SCRATCH_BLOCK
 
@@ -43,20 +43,20 @@ def head_splits(
 ) -> Any:
     """Parts into which the query heads of one key/value head are split, each a CTA of its own.
 
-    More than one part means sums in memory, which cost up to a tenth of the time; it is worth that
+    With more than one part, sums go through memory, which costs up to a tenth of the time. It pays
 
     * while multiprocessors lie idle;
-    * where a band makes tiles unequal: of one for each multiprocessor, the longest takes twice the
-      mean (H200, D = 128, causal, 32:1 heads, 1 x 16384 tokens, forward and backward: 19.8 ms with
-      one part, 13.0 with four);
+    * where a band makes tiles unequal: with one tile per multiprocessor, the longest takes twice
+      the mean (H200, D = 128, causal, 32:1 heads, 1 x 16384 tokens, forward and backward: 19.8 ms
+      with one part, 13.0 with four);
     * where the last round is so empty that finer tiles save a tenth.
 
     Args:
         num_tiles: key blocks of ``KV_SPLIT_BLOCK`` keys of all sequences and heads.
         group: query heads of a key/value head.
         is_banded: 1 where a causal mask or a window hides keys, else 0.
-        extremes: of two values.
-        named: (name, value) -> the same value, which occurs several times.
+        extremes: what finds the smaller and the larger of two values.
+        named: (name, value) -> the value; gives a name to one that occurs several times.
     """
     least, most = extremes
     some_tiles = most(num_tiles, 1)
@@ -70,27 +70,27 @@ def head_splits(
 
 
 DBIAS_TILE = 128
-"""Rows, and keys, of a tile in ``dbias_parts``, whatever those of the kernel."""
+"""Rows, and keys, of a tile in ``dbias_parts``, whatever the tile of the kernel."""
 
 PART_PAIRS = 4
-"""Batches and heads that a part of a tile of the gradient of a bias has at least: writing and
-merging its sums must cost little beside them."""
+"""The fewest pairs of a batch and a head in a part of a tile of a bias's gradient: they must take
+much longer than writing and merging the part's sums."""
 
 
 def dbias_parts(tiles: Any, pairs: Any, extremes: Extremes = OF_INTS) -> Any:
     """Parts into which batches and heads that share a bias are split, each a CTA of its own.
 
-    So many that multiprocessors get ``ROUNDS`` tiles at most.
+    As many as ``ROUNDS`` tiles per multiprocessor and ``PART_PAIRS`` pairs per part allow.
 
     Args:
-        tiles: of ``DBIAS_TILE`` rows and keys, of the bias.
-        pairs: batches and heads that share each.
-        extremes: of two values.
+        tiles: the bias's tiles of ``DBIAS_TILE`` rows and keys.
+        pairs: pairs of a batch and a head that share each tile.
+        extremes: what finds the smaller and the larger of two values.
     """
     least, most = extremes
     return most(least(ROUNDS * RESIDENT_CTAS // most(tiles, 1), pairs // PART_PAIRS), 1)
 
 
 def kv_tiles(batch: Any, num_sequences: Any, kv_len: Any) -> Any:
-    """Key blocks per key/value head in ``head_splits``; of packed sequences, an upper bound."""
+    """Key blocks per key/value head in ``head_splits``; for packed sequences, an upper bound."""
     return ceil_div(batch * kv_len, KV_SPLIT_BLOCK) + num_sequences - batch

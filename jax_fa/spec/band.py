@@ -13,8 +13,8 @@ actual lengths) for bottom-right alignment; offsets are at most ``MAX_OFFSET`` i
 
 Everything here is plain arithmetic on values that may be Python ints (tests, plans) or traced
 integers (kernels, jnp), for which ``Extremes`` are passed in.
-The same seen from keys, as a backward wants it: ``band_of_keys.py``. ``schema_cpp.py`` writes the
-C++ from both; a test compares them exhaustively.
+``band_of_keys.py`` states the same rule from the side of keys, as a backward needs it.
+``schema_cpp.py`` writes the C++ from both; a test compares them exhaustively.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Any, Literal, NamedTuple
 Alignment = Literal["top_left", "bottom_right"]
 
 MAX_LENGTH = 1 << 28
-"""Rows, or keys, that a sequence of a GPU may have at most."""
+"""The most rows, or keys, that a sequence may have on a GPU."""
 
 MAX_OFFSET = 1 << 28
-"""Query offsets beyond this, in either direction, count as this: every key of a sequence of
-``MAX_LENGTH`` is on one side of every diagonal by then."""
+"""Query offsets of a larger magnitude count as this one: it already puts every key of a sequence
+of ``MAX_LENGTH`` on one side of every diagonal."""
 
 FARTHEST = MAX_OFFSET + 2 * MAX_LENGTH
-"""No key is as far from a diagonal: one length is in the shift of a bottom-right alignment, one
-between row 0 and the key. A side of the band that is longer has no bound, one of ``-FARTHEST`` or
-less hides everything."""
+"""No key is this far from a diagonal: the shift of a bottom-right alignment adds one length, and
+the distance from row 0 to the key another. So a side of the band of ``FARTHEST`` or more has no
+bound, and one of ``-FARTHEST`` or less hides everything."""
 
 UNBOUNDED = 1 << 30
 """A side of the band that has no bound, as kernels see it.
 
 ``row + shift + UNBOUNDED + 1``, with ``row`` less than a block beyond ``MAX_LENGTH``, is below
-``FARTHEST + UNBOUNDED + 2 ** 16 < 2 ** 31``; and everything else here is smaller. So 32 bits do: a
-test evaluates every function at its extremes.
+``FARTHEST + UNBOUNDED + 2 ** 16 < 2 ** 31``, and everything else here is smaller. So 32 bits
+suffice; a test evaluates every function at its extremes.
 """
 
 
@@ -69,13 +69,13 @@ class Band:
 
     @property
     def right_bound(self) -> int:
-        """Keys visible beyond the diagonal, UNBOUNDED if all are; 0 at most when causal."""
+        """Keys visible beyond the diagonal, UNBOUNDED if all are; at most 0 when causal."""
         right = _bound(self.right)
         return min(right, 0) if self.is_causal else right
 
     @property
     def is_full(self) -> bool:
-        """True if every query sees every key, so that no diagonal matters."""
+        """Whether every query sees every key, so that no diagonal matters."""
         return self.left_bound == UNBOUNDED and self.right_bound == UNBOUNDED
 
     def shift(self, q_len: Any, kv_len: Any, query_offset: Any = 0) -> Any:
@@ -95,7 +95,7 @@ def _bound(side: int | None) -> int:
 
 
 class Extremes(NamedTuple):
-    """What finds the smaller and the larger of two values of some kind."""
+    """Functions that return the smaller and the larger of two values of some kind."""
 
     minimum: Callable[[Any, Any], Any]
     maximum: Callable[[Any, Any], Any]
@@ -126,7 +126,7 @@ class Blocks(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The band of one sequence with everything known: run-time integers only.
+    """The band of one sequence once everything is known: run-time integers only.
 
     Attributes:
         shift: key position of query row 0's diagonal (``Band.shift``).
@@ -186,10 +186,10 @@ def part_of(
     num_parts: Any,
     extremes: Extremes = OF_INTS,
 ) -> Blocks:
-    """Part number ``part`` of key blocks that are worked on in ``num_parts`` parts.
+    """Returns part ``part`` of key blocks that are split into ``num_parts`` parts.
 
-    Parts are consecutive and of one size, but for the last ones, which may be smaller or empty. An
-    empty one lies behind the last block.
+    Parts are consecutive and of equal size, except that the last ones may be smaller or empty. An
+    empty part lies behind the last block.
     """
     minimum, maximum = extremes
     size = ceil_div(blocks.end - blocks.start, num_parts)

@@ -27,7 +27,7 @@ def q_blocks(
     """Query blocks for the keys ``first_key .. first_key + block_kv - 1`` (kv-major loops).
 
     Key ``j`` is seen by the rows ``j - right - shift .. j + left - shift``. Rows at or beyond
-    ``q_len`` and keys at or beyond ``kv_len`` have no say in whether a block is full: a kernel
+    ``q_len`` and keys at or beyond ``kv_len`` do not affect whether a block is full: a kernel
     gives absent rows ``lse = +inf`` and does not store absent keys.
     """
     minimum, maximum = extremes
@@ -63,9 +63,9 @@ def last_kv_block(
     block_q: int,
     extremes: Extremes = OF_INTS,
 ) -> Any:
-    """The last key block among whose ``q_blocks`` is ``q_block``, if any of them has it.
+    """The last key block whose ``q_blocks`` include ``q_block``, if any do.
 
-    Those that have it are consecutive, so this numbers them: it gives every key block its turn.
+    Such key blocks are consecutive, so counting back from the last gives each one its turn.
     """
     last_row = q_block * block_q + (block_q - 1)
     return extremes.minimum(last_row + window.right + window.shift, window.kv_len - 1) // block_kv

@@ -1,4 +1,4 @@
-"""The configuration of the kernel for a key, whatever its family."""
+"""The choice of a kernel's configuration by its key, whatever the family."""
 
 from __future__ import annotations
 
@@ -90,4 +90,4 @@ _BIAS_GRADIENTS: dict[str, Callable[[KernelKey], BiasGradientConfig]] = {
     "mma_sync": mma_sync_bias_gradient,
     "sm90": hopper_bias_gradient,
 }
-"""By the folder of the kernels."""
+"""The functions that choose a configuration, by the folder of the kernels."""

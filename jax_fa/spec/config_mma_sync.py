@@ -1,6 +1,6 @@
 """The compile-time parameters of the kernels for mma.sync that are chosen for speed.
 
-Tiles, warps, stages. Each row carries the count behind it.
+Tiles, warps and stages. Each choice comes with the counts behind it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def _capability(key: KernelKey) -> int:
 
 
 def _carries_pairs(key: KernelKey) -> bool:
-    """Whether the compiler carries pairs of floats through loops, which spill earlier.
+    """Whether the compiler carries floats through loops in pairs, which spill earlier.
 
-    So it does for targets of 10.0 and later (DSL 4.8.1), which have instructions for them.
+    It does for targets of 10.0 and later (DSL 4.8.1), which have instructions for pairs.
     """
     return _capability(key) >= 100
 
@@ -33,14 +33,14 @@ class MmaSyncForward:
 
     Attributes:
         block_kv: keys per step.
-        warps: of a CTA.
-        row_tiles: tiles of 16 query rows that a warp owns, which share what it reads of K and V.
+        warps: warps of a CTA.
+        row_tiles: tiles of 16 query rows that a warp owns; they share what it reads of K and V.
         stages: blocks of keys, and of values, that shared memory holds. With one, keys are loaded
-            while values are multiplied, and the other way round.
+            while values are multiplied, and vice versa.
         q_in_registers: query fragments stay in registers; else each step reads them again.
-        packs_heads: query heads of a group share tiles where that saves some (``Packing``).
-        branches_steps: of a general mask, blocks that hide keys and others have a loop body each.
-        opt_level: of the compiler. With 1 it reorders little and so needs fewer registers.
+        packs_heads: query heads of a group share tiles where that saves tiles (``Packing``).
+        branches_steps: a step has separate code for blocks that hide keys (general masks only).
+        opt_level: the compiler's level. At 1 it reorders little and so needs fewer registers.
     """
 
     block_kv: int
@@ -64,27 +64,27 @@ class MmaSyncForward:
 
     @property
     def is_persistent(self) -> bool:
-        """A CTA works on one tile: several CTAs share an SM, and one starts as another ends."""
+        """Whether CTAs take several tiles: no, but CTAs share an SM: one starts as another ends."""
         return False
 
 
 def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     """The forward configuration for ``key``.
 
-    A step of 16 rows reads 256 bytes of K or V for 4096 operations. An A100's SM does 2048 of these
-    and reads 128 bytes a cycle, so that a warp of 16 rows would have shared memory as busy as the
-    tensor core; with 32 rows, half as busy. Registers of a thread then hold D elements of O, and
-    ``block_kv`` scores: 128 + 64 with D = 128. D = 256 leaves room for 16 rows only.
+    One product of 16 rows reads 256 bytes of K or V for 4096 operations. An A100's SM does 2048
+    operations and reads 128 bytes per cycle, so warps of 16 rows would keep shared memory as busy
+    as the tensor core; with 32 rows it is half as busy. A thread's registers then hold D elements
+    of O and ``block_kv`` scores: 128 + 64 with D = 128. D = 256 leaves room for 16 rows only.
 
     99 KB of shared memory (what capabilities 8.6, 8.9 and 12.x have) hold Q and ``stages`` blocks
-    of K and V: D = 64: 16 + 2 * 16, two CTAs at a time; 96: 24 + 2 * 24; 128: 32 + 2 * 32; 192/128:
-    48 + 40; 256: 64 + 32.
+    of K and V, in KB: D = 64: 16 + 2 * 16, two CTAs at a time; 96: 24 + 2 * 24; 128: 32 + 2 * 32;
+    192/128: 48 + 40; 256: 64 + 32.
     """
     packs_heads = key.is_split
     if key.has_bias:
         return _forward_with_bias(key)
     if key.head_dim <= 64:
-        # General, H100 (sm_90 build): a body each takes 4 to 6 % less. Of D = 128, 8 bytes spill.
+        # General, H100 (sm_90 build): this takes 4 to 6 % less time. With D = 128, 8 bytes spill.
         return MmaSyncForward(
             64,
             q_in_registers=True,
@@ -93,13 +93,13 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
         )
     if key.head_dim <= 96:
         return MmaSyncForward(64, packs_heads=packs_heads)
-    # A general mask takes registers: of 64 keys, some spill. For 12.x, pairs of floats spill
-    # earlier; products take four times as many cycles there as on an A100, so that smaller steps
-    # cost less (DSL 4.8.1).
+    # A general mask takes registers: with 64 keys per step, some spill. On 12.x, pairs of floats
+    # spill earlier; products take four times as many cycles there as on an A100, so that smaller
+    # steps cost less (DSL 4.8.1).
     is_general, is_small = key.mask == "general", key.arch == "sm_120"
     if key.head_dim <= 128:
         block_kv = 48 if is_general else 32 if is_small else 64
-        # Of split keys on 12.x, 56 bytes would spill at the higher level (DSL 4.8.1).
+        # With split keys on 12.x, 56 bytes would spill at the higher level (DSL 4.8.1).
         opt_level = 1 if is_small and key.is_split else 3
         return MmaSyncForward(block_kv, packs_heads=packs_heads, opt_level=opt_level)
     if key.head_dim <= 192:
@@ -116,7 +116,7 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
 
 
 def _forward_with_bias(key: KernelKey) -> MmaSyncForward:
-    """Where a thread holds the bias of a block beside its scores: 16 rows a warp."""
+    """With a bias, which a thread holds beside its scores, a warp has only 16 rows."""
     if key.head_dim <= 128:
         return MmaSyncForward(64, warps=8, row_tiles=1)
     if key.head_dim <= 192:
@@ -130,11 +130,11 @@ class FewQueries:
     """A forward kernel's tile and resources, for few query rows.
 
     Attributes:
-        block_kv: keys per step, which the warps share.
-        warps: of a CTA.
+        block_kv: keys per step, which the warps divide among them.
+        warps: warps of a CTA.
         stages: blocks of keys and values that shared memory holds.
         q_in_registers: query fragments stay in registers; else each step reads them again.
-        scales_always: each step scales O; else a loop does, of one turn or none.
+        scales_always: each step scales O; else it does so in a loop of one turn or none.
     """
 
     block_kv: int
@@ -150,12 +150,12 @@ class FewQueries:
 
     @property
     def own_keys(self) -> int:
-        """Keys of a block that are a warp's."""
+        """Keys of a block that each warp owns."""
         return self.block_kv // self.warps
 
     @property
     def packs_heads(self) -> bool:
-        """Query heads of a group share tiles (``Packing``)."""
+        """Whether query heads of a group share tiles (``Packing``): they always do."""
         return True
 
     @property
@@ -165,7 +165,7 @@ class FewQueries:
 
     @property
     def is_persistent(self) -> bool:
-        """A CTA works on one tile."""
+        """Whether CTAs take several tiles: no, each takes one."""
         return False
 
 
@@ -175,8 +175,8 @@ def few_queries(key: KernelKey) -> FewQueries:
     An SM's share of an H200's 4.8 TB/s is 36 KB in a microsecond, about the time that a load takes
     to arrive: at least that much has to be in flight. Blocks of 32 KB (24 with D = 96, 40 with
     192/128), one of which is loaded while the other is multiplied, leave room for two or three CTAs
-    in 227 KB. With D = 256, two warps have 16 keys each; of pairs that a loop around O carries, 40
-    bytes spill.
+    in 227 KB. With D = 256, two warps have 16 keys each. If the compiler carries pairs of floats,
+    a loop that scales O spills 40 bytes.
     """
     if key.head_dim <= 64:
         return FewQueries(128)
@@ -186,7 +186,7 @@ def few_queries(key: KernelKey) -> FewQueries:
 
 
 SWEEP_WORDS = 20
-"""What a backward's sweep uses of its work, at most."""
+"""Words of its work that a backward's sweep uses, at most."""
 
 
 @dataclass(frozen=True)
@@ -194,14 +194,14 @@ class MmaSyncBackward:
     """A backward kernel's tile and resources.
 
     Attributes:
-        warps: of a CTA; each owns 16 keys.
+        warps: warps of a CTA; each owns 16 keys.
         stages: blocks of queries and of dO that shared memory holds. With one, each is loaded as
             soon as its last product of a step is done.
-        parts: of a block of queries, whose scores are computed one after the other.
-        work_words: of what a sweep uses of its work that shared memory holds, not registers.
+        parts: parts of a block of queries; their scores are computed one after the other.
+        work_words: words of its work that a sweep reads from shared memory, not from registers.
         splits_results: two groups of four warps own the same keys: one computes P and dV, the other
-            dS and dK. A part of a block is loaded at a time, and ``stages`` counts parts.
-        opt_level: of the compiler. With 1 it reorders little and so needs fewer registers.
+            dS and dK. One part of a block is loaded at a time, and ``stages`` counts parts.
+        opt_level: the compiler's level. At 1 it reorders little and so needs fewer registers.
     """
 
     warps: int
@@ -218,7 +218,7 @@ class MmaSyncBackward:
 
     @property
     def own_rows(self) -> int:
-        """Rows of a tile, keys, that warps own."""
+        """Rows of a tile that the warps own; these are keys."""
         return self.block_kv
 
     @property
@@ -233,28 +233,28 @@ class MmaSyncBackward:
 
     @property
     def num_consumers(self) -> int:
-        """Groups of four warps; each computes 64 rows of dQ, or its share of their columns."""
+        """Groups of four warps; each computes its share of the columns of 64 rows of dQ."""
         return self.warps // 4
 
     @property
     def splits_keys(self) -> bool:
-        """Warps own keys, and all columns of dK and dV."""
+        """Whether warps own keys, with all columns of dK, of dV or of both: they always do."""
         return True
 
     @property
     def splits_dq_rows(self) -> bool:
-        """Groups of four warps share the columns of dQ."""
+        """Whether groups of four warps split the rows of dQ: no, they split its columns."""
         return False
 
 
 def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     """The backward configuration for ``key``.
 
-    A thread holds (D + Dv) / 2 elements of dK and dV, and half as many of P, and of dP, as a part
-    of a block has queries: 128 + 16 + 16 with D = 128. KB of shared memory: D = 64: 32 for K and V,
+    A thread holds (D + Dv) / 2 elements of dK and dV and, for n queries in a part of a block, n / 2
+    each of P and dP: 128 + 16 + 16 with D = 128. KB of shared memory: D = 64: 32 for K and V,
     32 for two blocks of Q and dO, 16 for dS; 96: 48 + 24 + 16; 128: 32 + 32 + 8; 192/128:
     40 + 40 + 8. With D = 256, dK and dV of 16 keys are 256 elements of a thread, so two warps share
-    them: 128 + 8 + 4, and 64 KB + two times 16 + 2.
+    them: 128 + 8 + 4 elements, and 64 + two times 16 + 2 KB.
     """
     parts = 2 if key.has_bias else 1
     if key.head_dim <= 64:
@@ -270,7 +270,7 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     is_large, is_small = key.head_dim > 128, key.arch == "sm_120"
     is_tight = key.has_bias or (is_large and (key.mask == "general" or is_small))
     parts = 4 if is_tight else 2
-    # For 10.x, of 192/128 in bfloat16 with a bias, 8 bytes spill at the higher level.
+    # On 10.x, 192/128 in bfloat16 with a bias spills 8 bytes at the higher level.
     is_tighter = key.has_bias and is_large and _capability(key) // 10 == 10
     is_small_causal = is_small and key.mask == "causal" and not is_large
     opt_level = 1 if is_tighter or is_small_causal else 3
@@ -279,11 +279,11 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
 
 @dataclass(frozen=True)
 class MmaSyncBiasGradient:
-    """The tile and resources of a kernel that gives the gradient of a bias.
+    """The tile and resources of a kernel that computes the gradient of a bias.
 
     Attributes:
         block_kv: keys of a tile.
-        warps: of a CTA; each owns 16 query rows.
+        warps: warps of a CTA; each owns 16 query rows.
     """
 
     block_kv: int
@@ -298,7 +298,7 @@ class MmaSyncBiasGradient:
 
     @property
     def own_rows(self) -> int:
-        """Rows of a tile, queries, that warps own."""
+        """Rows of a tile that the warps own; these are queries."""
         return self.block_q
 
 
@@ -307,7 +307,7 @@ def mma_sync_bias_gradient(key: KernelKey) -> MmaSyncBiasGradient:
 
     KB of shared memory for Q and dO, K and V, and the bias: D = 64: 16 + 16 + 16, so that two CTAs
     share an SM; 96: 24 + 24 + 16; 128: 32 + 16 + 8; 192/128: 40 + 20 + 8; 256: 64 + 16 + 4. With 64
-    keys, D = 128 spills 8 bytes, 192/128 24 (DSL 4.8.1).
+    keys, D = 128 spills 8 bytes, and 192/128 spills 24 (DSL 4.8.1).
     """
     if key.head_dim <= 96:
         return MmaSyncBiasGradient(block_kv=64)

@@ -1,7 +1,7 @@
 """The compile-time parameters of Blackwell's kernels that are chosen for speed.
 
-Shares of polynomials, pairs of CTAs, tiles, stages, registers. Each row of a table carries the
-model behind it.
+Shares of polynomials, pairs of CTAs, tiles, stages, registers. Comments give the models behind the
+tables.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from jax_fa.spec.key import KernelKey
 
 # Cycles per 128 x 128 block and SM at 16 exponentials, 8192 flops and 128 lane instructions a
 # cycle: MMA 512, 768, 1024, 1280, 2048 for D = 64, 96, 128, 192/128, 256; exponentials 1024 (1 - f)
-# with a share f of polynomials; issue slots 384 + 512 f, and some 45 that are no arithmetic
-# (counted, DSL 4.8.1). D = 64 is bound by exponentials until f = 0.39, where both take 630; D = 96
-# needs f = 0.26 to come down to its MMA; from D = 128 on a small share keeps the exponentials from
-# setting the pace together with the MMA.
+# with a share f of polynomials; issue slots 384 + 512 f, and some 45 that are not arithmetic
+# (counted, DSL 4.8.1). D = 64 is bound by exponentials up to f = 0.39, where they and issue slots
+# both take 630; D = 96 needs f = 0.26 to come down to its MMA; from D = 128 on, a small share keeps
+# the exponentials from setting the pace alongside the MMA.
 _POLYNOMIALS = {64: 50, 96: 34, 128: 24, 192: 16, 256: 24}
-"""Of 128 exponentials, by head size D."""
+"""How many of 128 exponentials are polynomials, by head size D."""
 _MASKED_POLYNOMIALS = {**_POLYNOMIALS, 128: 16, 192: 8}
-"""The same under a mask: fewer where the MMA is the bound, since schedulers have masks to do."""
+"""The same under a mask: fewer where the MMA is the bound, since masks take issue slots too."""
 _MOST_GENERAL_POLYNOMIALS = 44
-"""Of a general mask: with D = 64, 50 spill (DSL 4.8.1)."""
-# Cycles that shared memory is busy for such a block, at 128 bytes a cycle: reading Q 2 D, K 2 D, V
-# 2 Dv, and D + Dv for TMA writing K and V, which two query tiles share. A pair of CTAs halves all
-# but the first. D = 64: 512 of 630, 96: 768 of 768, 128: 1024 of 1024, in a pair 640; 192/128: 1344
-# of 1280, in a pair 864; 256, where one query tile pays for writing: 2560 of 2048, in a pair 1536,
-# with 32 bytes a cycle from the L2 cache instead of 64. So pairs from D = 128 on. (Half of 96
-# columns is no whole panel of a swizzle.) Only under a full mask: elsewhere the two CTAs of a pair
-# see different keys, and both would work on all that either sees. The price: of an odd number of
-# query blocks by key/value head, one is left to a pair of which the second CTA has nothing to do.
+"""The most under a general mask: with D = 64, 50 spill (DSL 4.8.1)."""
+# Cycles that shared memory is busy for such a block, at 128 bytes a cycle: 2 D for reading Q, 2 D
+# for K, 2 Dv for V, and D + Dv for TMA writing K and V, which two query tiles share. A pair of CTAs
+# halves all but the first. D = 64: 512 of 630, 96: 768 of 768, 128: 1024 of 1024, in a pair 640;
+# 192/128: 1344 of 1280, in a pair 864; 256, where one query tile pays for writing: 2560 of 2048, in
+# a pair 1536, with 32 bytes a cycle from the L2 cache instead of 64. So pairs from D = 128 on.
+# (Half of 96 columns is no whole panel of a swizzle.) Only under a full mask: else the CTAs of a
+# pair see different keys, and both would work on all that either sees. The price: with an odd
+# number of query blocks per key/value head, the second CTA of the last pair has nothing to do.
 _PAIRED_HEADS = (128, 192, 256)
 """Head sizes D whose kernels for the full mask work in pairs."""
 _MODELLED_EXPONENTIALS = 16
@@ -41,27 +41,27 @@ _MODELLED_EXPONENTIALS = 16
 # so issue slots are 576 + 896 f: D = 64 and 96 do best at f = 0.22, with 800 cycles for both, and
 # from D = 128 on there is little or nothing to gain.
 _UNPAIRED_POLYNOMIALS = {64: 28, 96: 28, 128: 8, 192: 0, 256: 0}
-"""Those of GPUs without paired operations, under any mask."""
+"""The same on GPUs without paired operations, under any mask."""
 _BLACKWELL_REGISTERS = {"full": (192, 80, 48), "causal": (200, 64, 48), "general": (192, 72, 56)}
-"""Of the softmax roles, correction and the others; the smallest of the first that spill nothing."""
+"""Of the softmax roles, correction and the others. The first is the least that spills nothing."""
 _WIDE_REGISTERS = (208, 152, 144)
-"""The same where there is one softmax role, so that nobody is short of registers."""
+"""The same where there is one softmax role, so that no role is short of registers."""
 
 
 @dataclass(frozen=True)
 class BlackwellForward:
-    """A forward kernel's tile and resources; its 128 keys by step are fixed.
+    """A forward kernel's tile and resources; its 128 keys per step are fixed.
 
     Attributes:
-        polynomials: of 128 exponentials of an unmasked block, how many are evaluated as polynomials
-            by the multiply-add units, the special function unit doing the others. Even.
+        polynomials: how many of 128 exponentials of an unmasked block the multiply-add units
+            evaluate as polynomials; the special function unit evaluates the others. Even.
         softmax_registers: per thread of the softmax roles, multiple of 8.
         correction_registers: per thread of the role correction, multiple of 8.
         other_registers: per thread of all others, multiple of 8.
-        ctas: that share their products; two on query blocks of one key/value head keep one half of
-            every key and value block each.
+        ctas: CTAs that share their products. Two work on query blocks of one key/value head, and
+            each holds half of every key and value block.
         block_q: query rows of a CTA, 128 or 256.
-        packs_heads: query heads of a group share tiles where that saves some (``Packing``).
+        packs_heads: query heads of a group share tiles where that saves tiles (``Packing``).
     """
 
     polynomials: int
@@ -76,7 +76,7 @@ class BlackwellForward:
 
 
 def blackwell_forward(key: KernelKey) -> BlackwellForward:
-    """The forward configuration for ``key``; rows follow from a model: no GPU was at hand."""
+    """The forward configuration for ``key``, chosen by a model, since no GPU was at hand."""
     rates = arch_of_target(key.arch).rates
     paired = _POLYNOMIALS if key.mask == "full" else _MASKED_POLYNOMIALS
     polynomials = (paired if rates.has_pairs else _UNPAIRED_POLYNOMIALS)[key.head_dim]
@@ -92,7 +92,7 @@ def blackwell_forward(key: KernelKey) -> BlackwellForward:
 
 @dataclass(frozen=True)
 class BlackwellBackward:
-    """A backward kernel's tile and resources; its 128 keys by CTA are fixed.
+    """A backward kernel's tile and resources; its 128 keys per CTA are fixed.
 
     Attributes:
         q_stages: depth of the ring of query tiles.
@@ -101,9 +101,9 @@ class BlackwellBackward:
         reduce_registers: per thread of the role reduce, multiple of 8.
         compute_registers: per thread of the role compute, multiple of 8.
         other_registers: per thread of all others, multiple of 8.
-        block_q: query rows by step.
+        block_q: query rows per step.
         sweeps: passes over the queries: 1, or 2 where dV and dK take turns in tensor memory.
-        ctas: that share their products, and the keys of a tile (Note [A pair of CTAs] in
+        ctas: CTAs that share their products and the keys of a tile (Note [A pair of CTAs] in
             ``kernels/sm100/plan_bwd.py``).
     """
 
@@ -135,17 +135,17 @@ class BlackwellBackward:
 
 
 def blackwell_backward(key: KernelKey) -> BlackwellBackward:
-    """The backward configuration for ``key``; rows follow from a model: no GPU was at hand."""
+    """The backward configuration for ``key``, chosen by a model, since no GPU was at hand."""
     if key.value_dim > 128:
-        # dV and dK of 128 keys would be all of tensor memory: Note [Two sweeps] in plan_bwd.py.
+        # dV and dK of 128 keys would fill tensor memory: Note [Two sweeps] in plan_bwd.py.
         return BlackwellBackward(2, 2, reduce_columns=16, block_q=64, sweeps=2)
     if key.head_dim == 128:
-        # Shared memory is busy for 2560 cycles by 128 x 128 tile, not 3328, against 2560 of MMA
-        # (model). Tiles of 256 keys cost more where masks or ends of sequences cut them: of 1024
-        # causal tokens, 40 tiles of 128 x 128 instead of 36.
+        # In a pair, shared memory is busy for 2560 cycles per 128 x 128 tile, not 3328; the MMA
+        # takes 2560 (model). Tiles of 256 keys cost more where masks or ends of sequences cut them:
+        # 1024 causal tokens take 40 tiles of 128 x 128 instead of 36.
         return BlackwellBackward(1, 1, reduce_columns=16, block_kv=256, ctas=2)
-    # An even number of pieces of dQ, so that a piece knows its stage at compile time.
+    # The number of pieces of dQ is even, so that the stage of each is known at compile time.
     reduce_columns = 48 if key.head_dim == 96 else 32
-    # With D = 192 shared memory is full.
+    # With D = 192, shared memory has no room for a second stage.
     stages = 1 if key.head_dim > 128 else 2
     return BlackwellBackward(stages, stages, reduce_columns)

@@ -18,14 +18,14 @@ class HopperForward:
     Attributes:
         block_kv: keys per step.
         num_consumers: warpgroups that own 64 query rows each.
-        is_persistent: a CTA works on many tiles, and starts the next while it finishes one; this
-            needs room for two query tiles.
+        is_persistent: whether a CTA works on many tiles, and starts the next while it finishes one;
+            this needs room for two query tiles.
         stages: depth of the key ring and of the value ring.
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
-        q_in_registers: the query fragment is an operand in registers, not in shared memory.
-        packs_heads: query heads of a group share tiles where that saves some (``Packing``).
-        branches_steps: of a general mask, blocks that hide keys and others have a loop body each.
+        q_in_registers: whether the query operand is in registers, not in shared memory.
+        packs_heads: whether query heads of a group share tiles if that saves tiles (``Packing``).
+        branches_steps: whether, with a general mask, a step is compiled with and without masking.
     """
 
     block_kv: int
@@ -57,18 +57,18 @@ class HopperForward:
 def hopper_forward(key: KernelKey) -> HopperForward:
     """The forward configuration for ``key``.
 
-    Rows say TFLOP/s on an H200, bfloat16, at 16 x 1024 and 2 x 8192 tokens x sequences;
-    alternatives that lost are in brackets.
+    Comments give TFLOP/s on an H200, bfloat16, at 16 x 1024 and 2 x 8192 (sequences x tokens);
+    slower alternatives are in brackets.
     """
     is_general = key.mask == "general"
     if key.has_bias:
         return _forward_with_bias(key)
-    # Where find works beside load, 24 registers spill.
+    # Where find works beside load, 24 registers are too few and spill.
     consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
     block_kv, num_consumers, is_persistent, q_in_registers = 128, 2, True, False
     if key.head_dim <= 64:
-        # General, H100, 1 x 16384 tokens, causal: 2.51 ms (2 consumers 2.73). With more to do, 160
-        # registers spill.
+        # General, H100, 1 x 16384 tokens, causal: 2.51 ms (2 consumers 2.73). With a soft cap or
+        # split keys as well, 160 registers are too few and spill.
         if not is_general or not (key.has_soft_cap or key.is_split):
             # Full: 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477).
             num_consumers, consumer_registers, producer_registers = 3, 160, 32
@@ -90,8 +90,8 @@ def hopper_forward(key: KernelKey) -> HopperForward:
         producer_registers=producer_registers,
         q_in_registers=q_in_registers,
         packs_heads=key.is_split,
-        # General, against causal, H100, 1 x 16384 tokens: 1.03 at D = 128 (else 1.08); at D = 256,
-        # which is not persistent, slower.
+        # Time of general over causal, H100, 1 x 16384 tokens: 1.03 at D = 128 (without 1.08). At
+        # D = 256, which is not persistent, branching is slower.
         branches_steps=is_general and is_persistent,
     )
 
@@ -99,7 +99,7 @@ def hopper_forward(key: KernelKey) -> HopperForward:
 def _forward_with_bias(key: KernelKey) -> HopperForward:
     """The forward configuration where a thread holds the bias of a block beside its scores.
 
-    As many keys as leave room for float32 words of it without spills (DSL 4.8.1).
+    Blocks have as many keys as leave room for float32 words of bias without spills (DSL 4.8.1).
     """
     block_kv = {64: 96, 96: 80, 128: 80, 192: 80, 256: 48}[key.head_dim]
     return HopperForward(

@@ -17,24 +17,24 @@ class HopperBackward:
 
     Attributes:
         block_q: query rows per step.
-        splits_keys: consumers own 64 keys each, and hand P and dS on in registers. Else all work
-            on the same 64 keys: each computes the scores of a share of the queries, passes P and
-            dS on through shared memory, and owns a share of the columns of dK and dV.
+        splits_keys: whether consumers own 64 keys each, with P and dS as operands in registers.
+            Else all work on the same 64 keys: each computes the scores of a share of the queries,
+            passes P and dS through shared memory, and owns a share of the columns of dK and dV.
         num_consumers: warpgroups.
         q_stages: depth of the ring of query tiles.
         dout_stages: depth of the ring of dO tiles.
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
-        overlaps_dp: dP is computed beside S; else once P has taken the room of S.
-        looks_ahead: the bias, if any, is loaded during the products of the step before.
-        stages_dq: when dQ goes through shared memory, to be added by TMA; else from registers.
-            "turns" is in deterministic runs alone.
-        issues_dv_early: dV is issued before dS is handed over, to run while consumers wait for each
-            other; else behind dQ, to run while that is reduced.
-        rounds_slope: P times the slope of a cap is rounded before dS is computed of it; else it
-            stays in float32, in the registers of S.
-        loads_statistics: lse2 and delta of a thread's queries are loaded before it waits for S and
-            dP.
+        overlaps_dp: whether dP is computed alongside S; else after P has replaced S in registers.
+        looks_ahead: whether the bias, if any, is loaded during the products of the previous step.
+        stages_dq: when dQ goes through shared memory, from which TMA adds it; else it is added from
+            registers. "turns" means in deterministic runs only.
+        issues_dv_early: whether dV is issued before the barrier of dS, to run while consumers wait
+            for each other; else after dQ, to run while dQ is reduced.
+        rounds_slope: whether P times the slope of a cap is rounded before dS is computed from it;
+            else it stays in float32, in the registers of S.
+        loads_statistics: whether a thread loads lse2 and delta of its queries before it waits for S
+            and dP.
     """
 
     block_q: int
@@ -58,19 +58,19 @@ class HopperBackward:
 
     @property
     def splits_dq_rows(self) -> bool:
-        """True if each consumer computes 64 rows of dQ; else each has some columns of all rows."""
+        """Whether each consumer computes 64 rows of dQ; else each has some columns of all rows."""
         return self.block_q == 64 * self.num_consumers
 
 
 def hopper_backward(key: KernelKey) -> HopperBackward:
     """The backward configuration for ``key``.
 
-    TFLOP/s of the backward alone on an H100, bfloat16, full and causal, at 1 x 16384 tokens, D = 96
-    and 192 at 2 x 8192; alternatives that lost are in brackets, full.
+    Comments give TFLOP/s of the backward alone on an H100, bfloat16, full and causal, at 1 x 16384
+    tokens, D = 96 and 192 at 2 x 8192; slower alternatives are in brackets, full mask only.
     """
     if key.head_dim <= 64:
-        # 526 and 507 (dV behind dQ -4 %; with dQ staged -1 %; with statistics loaded early, which
-        # spills, -10 %). With a bias, S, dP and its words fit for 64 rows.
+        # 526 and 507 (dV after dQ -4 %; with dQ staged -1 %; with statistics loaded early, which
+        # spills, -10 %). With a bias, S, dP and words of bias fit in registers for 64 rows.
         block_q = 64 if key.has_bias else 128
         return HopperBackward(
             block_q,
@@ -81,11 +81,11 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
             rounds_slope=key.has_soft_cap,
         )
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
-    # D = 128: 621 and 577 (dV behind dQ -3 %, dQ not staged either -7 %). D = 96: 520 and 501 (dV
+    # D = 128: 621 and 577 (dV after dQ -3 %, with dQ not staged too -7 %). D = 96: 520 and 501 (dV
     # early -3 %, dQ not staged -7 %). D = 192/128, without splitting keys: 342 and 337 (dQ staged
     # -2 %).
     splits_keys, is_general = key.head_dim + key.value_dim <= 256, key.mask == "general"
-    # Of a general mask, D = 128 spills 40 bytes with dQ staged, 104 with statistics loaded early.
+    # With a general mask, D = 128 spills 40 bytes with dQ staged, 104 with statistics loaded early.
     has_room = key.head_dim in (96, 192) or not is_general
     stages_dq: Literal["never", "turns", "always"] = "never"
     if splits_keys and not (key.head_dim == 128 and key.has_bias):

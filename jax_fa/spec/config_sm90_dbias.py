@@ -9,7 +9,7 @@ from jax_fa.spec.key import KernelKey
 
 @dataclass(frozen=True)
 class HopperBiasGradient:
-    """The tile and resources of a kernel that gives the gradient of a bias.
+    """The tile and resources of a kernel that computes the gradient of a bias.
 
     Attributes:
         block_kv: keys of a tile.
@@ -34,7 +34,7 @@ class HopperBiasGradient:
 
 
 def hopper_bias_gradient(key: KernelKey) -> HopperBiasGradient:
-    """The configuration for ``key``: the largest tile whose S, dP and sums leave no spills.
+    """The configuration for ``key``: the largest tile whose S, dP and sums fit without spills.
 
     D = 64 with 128 keys spills 160 bytes, with 112 keys 56 (DSL 4.8.1).
     """

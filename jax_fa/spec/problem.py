@@ -1,4 +1,4 @@
-"""What is asked of attention: semantics, shapes and the conventions every platform keeps.
+"""An attention problem: its semantics, its shapes and the conventions every platform keeps.
 
 Letters, as in ``jax.nn.dot_product_attention``: B batch, T query length, S key length, N query
 heads, K key/value heads, G = N // K query heads per key/value head (query head ``n`` reads
@@ -12,7 +12,7 @@ Conventions
   multiplied by a probability of 0.
 * The probability of key j is ``exp(z_j - lse)`` with ``lse = log(sum of exp(z_j) over the visible
   keys, plus exp(sink))``: natural logarithm, float32, the whole denominator, sinks included.
-  Kernels work in base 2 inside and convert at their border.
+  Kernels work in base 2 internally and convert at their inputs and outputs.
 * A row below its query length that sees no key has output 0 and ``lse = -inf`` (the sink, where
   there is one). A row at or beyond its query length has output 0 and ``lse = -inf``, always.
   Neither contributes to any gradient but the sink's own.
@@ -27,12 +27,12 @@ Conventions
   0 .. slot. Borders are clamped to the array, and a border counts as no smaller than those before
   it, so that slots do not overlap; rows in no slot give output 0 and ``lse = -inf``, keys in no
   slot are seen by no row and have gradients of 0. Offsets are clamped to ``MAX_OFFSET`` (2 ** 28)
-  in magnitude: if no length is larger, and no window is that long, the result is that of the
-  unclamped offset. Every int32 is a valid segment id. (``sequences.py``, ``band.py``)
-* On the CPU and in the reference, what a hidden key holds, NaN included, does not reach a row that
-  does not see it. GPU kernels guarantee this for padding only: elsewhere they multiply a hidden
-  key's value by a probability of 0, and 0 * NaN is NaN.
-* Logits and sinks of more than 2 ** 127 in magnitude are not supported: kernels work in base 2, and
+  in magnitude: if no length is larger and every window is shorter, this does not change the
+  result. Every int32 is a valid segment id. (``sequences.py``, ``band.py``)
+* On the CPU and in the reference, the content of a hidden key, NaN included, does not reach a row
+  that does not see it. GPU kernels guarantee this for padding only: elsewhere they multiply a
+  hidden key's value by a probability of 0, and 0 * NaN is NaN.
+* Logits and sinks of more than 2 ** 127 in magnitude are not supported: kernels work in base 2 and
   give NaN where ``z * log2(e)`` is beyond float32.
 """
 
@@ -45,7 +45,7 @@ from jax_fa.spec import schema
 from jax_fa.spec.band import Band
 
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
-"""Element types of query, key, value and output that compiled kernels know (CPU: all three)."""
+"""Element types of query, key, value and output that compiled kernels take (CPU: all three)."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Operands(NamedTuple):
         mask_words: int32 [B|1, N|1, rows, W|1] with W words of 32 keys: bit i of word w says
             whether the row sees key 32 w + i (``masks.py``). There are T rows, one for each
             ``MASK_BLOCK`` of them, or 1. Not with packed sequences.
-        mask_map: int32 [B|1, N|1, 2, stripes, words], which of its blocks need a look; present iff
-            mask_words is.
+        mask_map: int32 [B|1, N|1, 2, stripes, words], which 16 x 16 cells of the mask show some
+            pair, and which show all; present iff mask_words is.
         bias: [B|1, N|1, T|1, S|1], added to ``scale * (q . k)``; of the type of q, or float32. Not
             with packed sequences.
     """
@@ -116,7 +116,7 @@ class Operands(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
-        """M."""
+        """The number of sequences, M."""
         return self.cu_seqlens_q.shape[0] - 1 if self.is_packed else self.q.shape[0]
 
     @property
@@ -126,14 +126,14 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the differentiable operands; None where a ``sinks`` or ``bias`` is.
+    """Cotangents of the differentiable operands; None where ``sinks`` or ``bias`` is None.
 
     Attributes:
         q: [B, T, N, D].
         k: [B, S, K, D].
         v: [B, S, K, Dv].
         sinks: float32 [M, N].
-        bias: of the bias's shape and type.
+        bias: has the shape and the type of the bias.
     """
 
     q: Any
@@ -145,7 +145,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem, complete: everything a kernel choice may depend on.
+    """One complete attention problem: everything that the choice of a kernel may depend on.
 
     Shapes are those of one launch: for packed sequences ``batch`` is 1 and ``num_sequences`` counts
     the slots that ``cu_seqlens`` describes; otherwise both are B.
@@ -178,7 +178,7 @@ class Problem:
 
     @classmethod
     def of(cls, operands: Operands, semantics: Semantics) -> Problem:
-        """The problem that arrays (or anything with a shape and a dtype) and semantics make up."""
+        """The problem given by arrays (or anything with a shape and a dtype) and semantics."""
         batch, q_len, num_q_heads, head_dim = operands.q.shape
         _, kv_len, num_kv_heads, value_dim = operands.v.shape
         mask_shape = (0, 0, 0, 0) if operands.mask_words is None else operands.mask_words.shape
@@ -241,7 +241,7 @@ class Problem:
 
     @property
     def is_bias_whole(self) -> bool:
-        """True if a bias has an element for each pair of a query and a key of each head."""
+        """True if a bias is not broadcast: it has an element for each batch, head, query, key."""
         whole = (self.batch, self.num_q_heads, self.q_len, self.kv_len)
         own = (self.bias_batch, self.bias_heads, self.bias_rows, self.bias_keys)
         return self.has_bias and own == whole

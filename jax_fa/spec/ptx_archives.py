@@ -1,7 +1,7 @@
-"""PTX of compiled kernels in files: in the folder that a build takes, and in an installation.
+"""Files with the PTX of compiled kernels, in the folder that a build takes and in an installation.
 
-The texts of a kernel for several types of elements and several GPUs differ little, so they share a
-compressed archive: 0.4 times the bytes of a file for each.
+The texts of a kernel for several element types and several GPUs differ little, so they share a
+compressed archive, with 0.4 times the bytes of one file for each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TEXT = ".ptx"
 
 
 def archive_of(variant: str) -> str:
-    """Name of the archive that has a variant's text."""
+    """Name of the archive that contains a variant's text."""
     prefix, arch, _, rest = variant.split("_", 3)
     (operation,) = (known for known in OPERATIONS if known == prefix)
     folder = arch_named(arch).kernels(kind_of(operation, rest)).folder
@@ -28,7 +28,7 @@ def archive_of(variant: str) -> str:
 
 
 def packed(texts: Mapping[str, bytes]) -> bytes:
-    """An archive of texts by variant; equal texts give equal bytes."""
+    """An archive of ``texts``, which are by variant; equal texts give equal bytes."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:xz") as archive:
         for variant, text in sorted(texts.items()):

@@ -1,4 +1,4 @@
-"""How much memory GPU kernels take for one call, besides operands and results.
+"""How much memory GPU kernels need for one call, besides operands and results.
 
 The arithmetic is that of ``backward_division.py``, on ints here and on the names of C++ fields in
 ``schema_cpp``, so that C++ checks what Python allocates.
@@ -16,12 +16,12 @@ from jax_fa.spec.problem import Problem
 
 
 class Arithmetic(NamedTuple):
-    """What extents are computed with, where they are more than ints.
+    """The operations that extents are computed with, where they may be other than ints.
 
     Attributes:
-        extremes: of two values.
-        select: (condition, then, otherwise) -> one of the latter.
-        named: (name, value) -> the same value, which occurs several times.
+        extremes: the smaller and the larger of two values.
+        select: (condition, then, otherwise) -> one of the last two.
+        named: (name, value) -> the same value; for one that occurs several times.
     """
 
     extremes: Extremes
@@ -37,9 +37,9 @@ class Asked(NamedTuple):
 
     Attributes:
         num_splits: parts of the keys in a forward.
-        deterministic: of a backward.
+        deterministic: whether a backward is deterministic.
         is_banded: 1 where a causal mask or a window hides keys, else 0.
-        dq_dim: D that the kernel of a backward is compiled for, at least the problem's.
+        dq_dim: the D that the kernel of a backward is compiled for, at least that of the problem.
     """
 
     num_splits: Any
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
 
 def extents(given: Mapping[str, Any], asked: Asked, on: Arithmetic = ON_INTS) -> dict[str, Any]:
-    """Extents of the letters that only scratch has, given those of ``schema.extents``."""
+    """Returns the extents of letters that only scratch has, given those of ``schema.extents``."""
     x = given
     rows = on.named("rows", backward_division.scratch_rows(x["B"], x["M"], x["T"]))
     tiles = backward_division.kv_tiles(x["B"], x["M"], x["S"]) * x["K"]
@@ -77,13 +77,13 @@ def extents(given: Mapping[str, Any], asked: Asked, on: Arithmetic = ON_INTS) ->
 def shapes(
     operation: Operation, problem: Problem, num_splits: int = 1, dq_dim: int | None = None
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and element type of the scratch of one call, by name in call order.
+    """Returns shape and element type of each scratch array of one call, by name in call order.
 
     Args:
-        operation: what is computed.
-        problem: what is asked.
-        num_splits: parts into which a forward splits the keys; one needs no scratch.
-        dq_dim: as for ``Asked``; None for the problem's own.
+        operation: the operation of the call.
+        problem: the problem of the call.
+        num_splits: parts into which a forward splits the keys; a single part needs no scratch.
+        dq_dim: as for ``Asked``; None for that of the problem.
     """
     if operation == "fwd" and num_splits == 1:
         return {}

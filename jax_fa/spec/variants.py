@@ -3,13 +3,13 @@
 A variant is one operation for one ``KernelKey``. Whether a feature is present is a compile-time
 choice only where leaving it out saves measurable time: this holds for three mask classes and the
 soft cap; lengths, windows, segments, offsets, alignment, sinks, heads and extents are run-time
-values. A soft cap costs a tanh per score, next to which the general mask is cheap, so it exists for
-that class only. So does a bias, whose kernels take the soft cap as a run-time value. Keys are split
-only where tiles are few, which makes them memory-bound, so the general mask serves them all. With a
-soft cap or a bias, keys are not split.
+values. A soft cap costs a tanh per score, compared to which the general mask is cheap, so it exists
+for that class only. So does a bias, whose kernels take the soft cap as a run-time value. Keys are
+split only where tiles are few; such kernels are memory-bound, so the general mask serves them all.
+With a soft cap or a bias, keys are not split.
 
-A kernel also serves smaller heads than it is compiled for: what it loads ends in columns of zeros,
-which change no product, and what it stores ends where the arrays do.
+A kernel also serves smaller heads than it is compiled for: its loads fill the missing columns with
+zeros, which change no product, and its stores end where the arrays do.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Variant:
 
     @property
     def kind(self) -> Kind:
-        """What it is compiled together with."""
+        """The kind of kernels that it is compiled together with."""
         return kind_of(self.operation, stem(self.key))
 
     @property
     def kernels(self) -> str:
-        """Directory under ``kernels/`` that it is made of."""
+        """The directory under ``kernels/`` with its code."""
         return arch_named(self.arch).kernels(self.kind).folder
 
     @property
@@ -70,12 +70,12 @@ class Variant:
 
 
 def full_name(operation: Operation, arch: str, stem: str) -> str:
-    """Name of a variant; C++ (``ffi/kernel_table.cc``) puts it together likewise."""
+    """Name of a variant; C++ (``ffi/kernel_table.cc``) composes it the same way."""
     return f"{_prefix(operation, arch)}{stem}"
 
 
 def run_as(operation: Operation, arch: Arch, stem: str) -> str:
-    """Name of the variant that GPUs of a family run for a kernel, whosever it is."""
+    """Name of the variant for ``stem`` that GPUs of ``arch`` run, its own or another family's."""
     return full_name(operation, arch.owner(kind_of(operation, stem)).name, stem)
 
 
@@ -117,7 +117,7 @@ def of_families(names: Collection[str]) -> list[Variant]:
 
 
 def run_by(arch: Arch, compiled: Collection[str]) -> frozenset[str]:
-    """Those of the names ``compiled`` that GPUs of a family run."""
+    """Those of the names in ``compiled`` whose variants GPUs of a family run."""
     return _names(arch.name) & frozenset(compiled)
 
 
@@ -127,9 +127,9 @@ def _names(family: str) -> frozenset[str]:
 
 
 def families(compiled: Collection[str]) -> list[Arch]:
-    """The families that a build with kernels of the names ``compiled`` is for.
+    """The families that a build with the kernels named in ``compiled`` is for.
 
-    A build is not for a family if all that it holds for it are kernels that another one runs, too.
+    A build is not for a family if another one runs all that this one runs of it, and more.
     """
     held = {arch: run_by(arch, compiled) for arch in ARCHS}
     return [
@@ -154,20 +154,20 @@ def mask_class(problem: Problem) -> MaskClass:
 
 SPLIT_ROWS = 128
 """Query rows per tile in ``kv_splits``: the smallest ``block_q`` of any forward kernel that splits,
-so that keys are never split where a kernel of larger tiles would do better without."""
+so that keys are never split where a kernel of larger tiles would be faster without."""
 
 SPLIT_BLOCK = 128
 """Keys that ``kv_splits`` counts as a block, whatever the ``block_kv`` of the kernel."""
 
 SPLIT_KEYS = 512
-"""Keys that a part has at least. Merging is one more launch and one more pass over the parts, about
-as long as one multiprocessor takes for 3 or 4 blocks of 128 keys: it must save more than that."""
+"""The fewest keys of a part. Merging takes one more launch and one more pass over the parts, about
+as long as a multiprocessor takes for 3 or 4 blocks of 128 keys: splitting must save more."""
 
 
 PART_BLOCKS, MERGED_BLOCKS, LAUNCH_BLOCKS = 2, 18, 4
-"""In units of the time that a multiprocessor takes for a block of keys: what starting a part costs,
-what 128 rows of it cost to write and merge in float32, and the merging kernel's start. Fitted to 17
-shapes on an H200, of which sharing made 13 faster, up to 6 times, and 3 slower, which these refuse
+"""The costs of starting a part, of writing and merging 128 of its rows in float32, and of starting
+the merging kernel, in units of the time that a multiprocessor takes for a block of keys. Fitted to
+17 shapes on an H200: sharing tiles made 13 faster, up to 6 times, and 3 slower, which these refuse
 (64 x 1 query, 5038 keys, 64:8 heads, D = 64: 1839 us apart, 301 shared; 64 x 64, 2048 keys, 64:8,
 D = 128: 898 and 974)."""
 
@@ -175,9 +175,9 @@ D = 128: 898 and 974)."""
 def kv_splits(problem: Problem) -> int:
     """Parts into which the keys of a query tile are to be split, each a CTA of its own.
 
-    More than 1 for short queries over long keys, as in decoding, for one of two reasons: at least
-    half of ``RESIDENT_CTAS`` would lie idle, and there are keys for two parts; or query heads that
-    share keys fit one tile, as they may where keys are split, and that saves a third of the time or
+    More than 1 for short queries over long keys, as in decoding, for one of two reasons. Either at
+    least half of ``RESIDENT_CTAS`` would lie idle, and there are keys for two parts; or query heads
+    that share keys fit one tile, which splitting allows, and that saves a third of the time or
     more. Packed sequences count with their mean length.
     """
     p = problem
@@ -196,16 +196,16 @@ def kv_splits(problem: Problem) -> int:
 
 
 FEW_CTAS = 2 * RESIDENT_CTAS
-"""CTAs that splitting their keys is to give, two for each SM. With three, whose number did not
-divide evenly, an H200 took longer: 64 + 7 us and 71 + 9 for 65536 keys, 32:8 heads, D = 128, one
-query, merging behind the plus; with one 74 + 4."""
+"""CTAs that kernels for few queries aim at by splitting keys: two per SM. For 65536 keys, 32:8
+heads, D = 128 and one query, an H200 took 64 us, and 7 more to merge; with three per SM, whose
+number did not divide evenly, 71 + 9; with one, 74 + 4."""
 
 FEW_KEYS = 256
-"""Keys that a part has at least where they split them."""
+"""The fewest keys of a part of a kernel for few queries."""
 
 
 def few_tiles(problem: Problem) -> int:
-    """Tiles of a kernel for few queries."""
+    """The number of tiles of a kernel for few queries."""
     sharing = packing(WARP_ROWS, max(problem.group, 1), 1)
     return _q_tiles(problem, sharing.positions, sharing.units)
 
@@ -227,7 +227,7 @@ def few_parts(problem: Problem) -> int:
 
 
 def _q_tiles(problem: Problem, positions: int, units: int) -> int:
-    """Tiles of all sequences and key/value heads, each of which has ``units`` by ``positions``."""
+    """Tiles of all sequences and key/value heads: ``units`` for every ``positions`` queries."""
     p = problem
     blocks = p.batch * ceil_div(p.q_len, positions)
     if p.is_packed:
@@ -249,9 +249,9 @@ def _is_empty(problem: Problem) -> bool:
 def heads_for(
     problem: Problem, operation: Operation, archs: Iterable[Arch] = ARCHS
 ) -> list[tuple[int, int]]:
-    """(D, Dv) of the kernels with heads as large as those of ``problem``; the cheapest first.
+    """(D, Dv) of the kernels with heads at least as large as ``problem`` has; the cheapest first.
 
-    A score takes D multiplications, and Dv more to weigh a value.
+    A score costs D multiplications, and weighting its value another Dv.
     """
     kind = _kind(problem, operation)
     every = {heads for arch in archs for heads in arch.kernels(kind).heads}
@@ -260,7 +260,7 @@ def heads_for(
 
 
 def _kind(problem: Problem, operation: Operation) -> Kind:
-    """The kind of kernels that serve ``problem``, kernels for few queries aside."""
+    """The kind of the kernels that serve ``problem``, other than those for few queries."""
     return "bias" if problem.has_bias or operation == "dbias" else operation
 
 
@@ -269,7 +269,7 @@ def _hold(heads: tuple[int, int], problem: Problem) -> bool:
 
 
 def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
-    """Keys, without a family, of the kernels for ``problem``, compiled or not; fastest first."""
+    """Keys, without a family, of kernels that serve ``problem``, compiled or not; fastest first."""
     if problem.dtype not in SHORT_DTYPES or _is_empty(problem):
         return []
     has_bias = problem.has_bias

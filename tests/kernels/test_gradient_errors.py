@@ -12,7 +12,7 @@ from jax_fa.spec.arch import ARCHS
 from jax_fa.spec.config import choose_backward
 from jax_fa.spec.problem import Problem
 
-SQUARE = {"q_len": 256, "kv_len": 256, "heads": 1, "seed": 5}
+SQUARE = {"q_len": 256, "kv_len": 256, "heads": 2, "seed": 5}
 EXTRAS = {"plain": {}, "capped": {"soft_cap": 20.0}, "biased": {"bias": Bias("random", "NTS")}}
 LIMIT = 2.8e-3
 """Relative, in the Euclidean norm; 2.4e-3 where nothing but dS and results are rounded."""

@@ -1,12 +1,12 @@
 """Backward by mma.sync: dq, dk and dv from one more pass over all visible pairs.
 
     prepare    delta, log2-sum-exp2 by query row; dQ sums = 0                (backward_rows.py)
-    main       wait q(n), do(n); barrier; S P dP dS dV; barrier; load do(n-1); dK; barrier;
+    main       wait q(n), do(n); barrier; S P dV dP dS; barrier; load do(n-1); dK; barrier;
                load q(n-1); dQ, dQ sums += | wait q(n-1), do(n-1) ...        one stage
     finish     dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv              (backward_rows.py)
 
-With two stages, the loads of the next step come right after the first barrier, and the third is not
-needed. The method is FlashAttention's (Dao, arXiv:2307.08691). Memory: ``plan_bwd.py``;
+With two stages, loads of the next step start right after the first barrier, and the third barrier
+is not needed. The method is FlashAttention's (Dao, arXiv:2307.08691). Memory: ``plan_bwd.py``;
 conventions: ``jax_fa/spec/problem.py``.
 """
 
@@ -77,7 +77,7 @@ from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.key import KernelKey
 
 RESIDENT_WARPS = 8
-"""Warps that an SM holds with all registers that a thread can have."""
+"""Warps that an SM holds when each thread has the most registers that it can have."""
 
 
 @cute.kernel
@@ -152,7 +152,7 @@ def attend(variant: cutlass.Constexpr, x: BackwardContext):
         c.dk.fill(0.0)
         c.dv.fill(0.0)
         if work.num_steps > 0:
-            # HAZARD: warps may still read keys, dS and queries of the tile before.
+            # HAZARD: warps may still read keys, dS and queries of the previous tile.
             cute.arch.sync_threads()
             load_keys(variant, layout.k, x.smem.k, x.arrays.k, work)
             load_keys(variant, layout.v, x.smem.v, x.arrays.v, work)
@@ -182,15 +182,15 @@ def step(
     at: Step,
     has_next: cutlass.Boolean,
 ) -> Step:
-    """Adds a query block's part of dK and dV to the accumulators, and that of dQ to global memory.
+    """Adds a query block's share of dK and dV to the accumulators and of dQ to global memory.
 
     Returns the next step, whose loads it has started if ``has_next``.
     """
     config = variant.config
     stage, next_stage = Int32(0), Int32(0)
     cute.arch.cp_async_wait_group(0)
-    # HAZARD: all threads' copies of this block are there; all warps are done with the block and
-    # with dS of the step before.
+    # HAZARD: all threads' copies of this block have arrived; all warps are done with the block
+    # and the dS of the previous step.
     cute.arch.sync_threads()
     work = taken_up(variant, x, work)
     following = next_step(variant, x, work, at)
@@ -215,7 +215,7 @@ def step(
         first = part * (config.block_q // config.parts)
         rows = x.smem.q + stage * tile.size_bytes + first * tile.width
         if const_expr(config.parts > 1):
-            # Of all parts but one, dS would wait in registers while the last is computed.
+            # In registers, dS of the other parts would have to wait while the last is computed.
             operands = fetch_ds(variant, x, first)
         else:
             operands = operands_of(roundeds[part])
@@ -240,9 +240,9 @@ def differentiate_part(
     at: Step,
     stage: Int32,
 ) -> cute.Tensor:
-    """Computes P and dS of a part of a block of queries, and adds that of dV; returns dS, rounded.
+    """Computes P and dS of a part of a query block, and adds its share of dV; returns dS, rounded.
 
-    dS goes to shared memory as well.
+    Writes dS to shared memory as well.
     """
     layout = tiles_of(variant)
     q = x.smem.q + stage * layout.q.size_bytes + c.first_query * layout.q.width
@@ -277,13 +277,13 @@ def reduce_dq(
     sums = sums + own * 4
     if const_expr(deterministic):
         acquire_dq(variant, x, work, at)
-    # Not all at once: beside dK and dV there is no room.
+    # Not all columns at once: dK and dV leave no registers for them.
     if const_expr(variant.key.head_dim <= 128):
         width = next(w for w in (64, 48, 32) if columns % w == 0)
         for first in cutlass.range_constexpr(0, columns, width):
             add_dq(variant, x, sums, c.index * columns, first, width)
     else:
-        # A loop: of what is unrolled, the compiler reads operands so far ahead that they spill.
+        # A loop, since in unrolled code the compiler reads operands so early that they spill.
         for first in cutlass.range(0, columns, 32, unroll=1):
             add_dq(variant, x, sums, c.index * columns, first, 32)
     if const_expr(deterministic):
@@ -299,7 +299,7 @@ def add_dq(
     first: Int32,
     width: cutlass.Constexpr[int],
 ):
-    """Adds ``width`` columns of dQ, from ``start + first`` on; ``sums`` begin at ``start``."""
+    """Adds ``width`` columns of dQ, from ``start + first`` on, to sums that begin at ``start``."""
     dq = multiply_dq(variant, x, start + first, width)
     for i in cutlass.range_constexpr(cute.size(dq)):
         products.add_to_global(sums + (first // 2 + i) * (edges.WARPGROUP * 4), dq[i])

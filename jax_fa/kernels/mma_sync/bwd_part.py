@@ -1,6 +1,6 @@
-"""What both kinds of backward do with the scores of a part of a block of queries.
+"""Steps of both kinds of backward with the scores of a part of a block of queries.
 
-``bwd.py`` has a warp compute all that its keys need, ``bwd_shared.py`` two.
+In ``bwd.py`` one warp computes all that its keys need; in ``bwd_shared.py`` two do so together.
 """
 
 import cutlass
@@ -26,7 +26,7 @@ from jax_fa.kernels.unmasked import hides_pairs
 def load_bias(
     variant: cutlass.Constexpr, x: BackwardContext, c: Keys, work: Work, at: Step
 ) -> cute.Tensor | None:
-    """Starts the loads of the bias of a part's scores, if there is one."""
+    """Starts the loads of the bias of a part's scores, if there is a bias."""
     words = None
     if const_expr(variant.key.has_bias):
         words = cute.make_rmem_tensor((cute.size(c.s),), Int32)
@@ -45,17 +45,17 @@ def exponentiate_part(
     stage: Int32,
     p: cute.Tensor,
 ) -> cute.Tensor:
-    """Computes ``p`` from the scores; returns P times the slope of a cap, rounded or not.
+    """Computes ``p`` from the scores; returns P times the slope of a cap, in float32 or rounded.
 
     Args:
         variant: the variant.
-        x: what the kernel is about.
+        x: the context.
         c: the warp's keys and the part of the queries.
         work: the tile.
         at: the block of queries.
         words: what ``load_bias`` returned.
-        stage: where the queries' statistics are.
-        p: the result, rounded.
+        stage: the stage that holds the queries' statistics.
+        p: the tensor for P, rounded.
     """
     if const_expr(variant.key.has_soft_cap):
         softmax.cap(c.s, x.scalars.cap_inner_log2)
@@ -82,14 +82,14 @@ def exponentiate_part(
 
 
 def as_loaded(variant: BackwardVariant, c: Keys) -> Keys:
-    """``c``, its queries counted from the first that is in shared memory."""
+    """``c`` with its queries counted from the first one in shared memory."""
     return c._replace(first_query=0) if variant.config.splits_results else c
 
 
 def place_of_words(
     variant: BackwardVariant, x: BackwardContext, thread: Int32, r: int, piece: int
 ) -> Int32:
-    """Where in shared memory a thread's pair of row ``r`` and of 8 columns is, their ``piece``."""
+    """The address, in the buffer of dS, of a thread's pair in its row ``r`` and in ``piece``."""
     tile, lane = tiles_of(variant).ds, thread % edges.WARP
     row = own_row(variant, thread) + lane // 4 + 8 * r
     return x.smem.ds + tile.place(row, piece) + lane % 4 * 4
@@ -102,7 +102,7 @@ def put_words(
     tensor: cute.Tensor,
     first_piece: cutlass.Constexpr[int] = 0,
 ) -> None:
-    """Writes a fragment, keys by queries, to shared memory, from 8 queries of such number on."""
+    """Writes a fragment, keys by queries, to the buffer of dS, from piece ``first_piece`` on."""
     thread, words = products.thread_index(), fragments.pairs_by_row(tensor)
     for r in cutlass.range_constexpr(fragments.ROWS):
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
@@ -112,7 +112,7 @@ def put_words(
 
 @cute.jit
 def acquire_dq(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: Step) -> None:
-    """Waits until it is the CTA's turn to add to dQ of a block of queries. All threads."""
+    """Waits for the CTA's turn to add to dQ of a block of queries. All threads call."""
     if cute.arch.thread_idx()[0] < edges.WARP:
         await_turn(variant, x, work, at, 1)
     cute.arch.sync_threads()
@@ -120,9 +120,9 @@ def acquire_dq(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: S
 
 @cute.jit
 def release_dq(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: Step) -> None:
-    """Lets the next key block add. All threads."""
-    # HAZARD: every addition of the CTA must be visible before the next key block's turn. They were
-    # made before the barrier, hence before the release.
+    """Lets the next key block add to dQ. All threads call."""
+    # HAZARD: all additions of the CTA must be visible before the next key block's turn. They come
+    # before the barrier, hence before the release.
     cute.arch.sync_threads()
     if cute.arch.thread_idx()[0] < edges.WARP:
         pass_turn(variant, x, work, at)

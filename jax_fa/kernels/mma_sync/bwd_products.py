@@ -1,6 +1,6 @@
 """Products of the backward by mma.sync: a warp's 16 keys with queries, and dQ of 16 queries.
 
-Operands are in shared memory or, where they come out of an accumulator, in registers.
+Operands are in shared memory or, if they come from an accumulator, in registers.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jax_fa.spec.config_mma_sync import WARP_ROWS
 
 
 def own_row(variant: Any, thread: Int32) -> Int32:
-    """The first of the rows in the tile that a thread's warp owns: of the keys, in a backward."""
+    """The first row of the tile that a thread's warp owns; in a backward, rows are keys."""
     row, config = thread // edges.WARP * WARP_ROWS, variant.config
     return row % config.own_rows if config.own_rows < WARP_ROWS * config.warps else row
 
@@ -30,15 +30,15 @@ def multiply_columns(
     queries: cutlass.Constexpr,
     rows: Int32,
 ):
-    """``acc`` = the warp's keys times queries transposed, or the other way round.
+    """Sets ``acc`` to the warp's keys times queries transposed; keys and queries may be swapped.
 
     Args:
         variant: the variant.
         acc: 16 keys by queries.
-        keys: tile of k or v.
-        own: its address.
-        queries: tile of q or dout.
-        rows: address of its first row.
+        keys: the tile of k or v.
+        own: the address of that tile.
+        queries: the tile of q or dout.
+        rows: the address of the first row of ``queries``.
     """
     thread = products.thread_index()
     lane = thread % edges.WARP
@@ -62,7 +62,7 @@ def operands_of(rounded: cute.Tensor) -> list[products.Four]:
 
 
 def fetch_ds(variant: BackwardVariant, x: BackwardContext, first_query: int) -> list[products.Four]:
-    """DS of the warp's keys as A operands, of a part of a block of queries."""
+    """Fetches dS of the warp's keys and of a part of a block of queries, as A operands."""
     tile, thread = tiles_of(variant).ds, products.thread_index()
     place = (
         x.smem.ds
@@ -82,7 +82,7 @@ def multiply_rows(
     tile: cutlass.Constexpr,
     rows: Int32,
 ):
-    """Adds to ``acc`` what is 16 keys by queries in ``operands`` times these rows of ``tile``."""
+    """Adds ``operands``, 16 keys by queries, times the rows of ``tile`` at ``rows`` to ``acc``."""
     rows = rows + products.by_rows(tile, products.thread_index() % edges.WARP)
     for k in cutlass.range_constexpr(len(operands)):
         a = operands[k]
@@ -95,7 +95,7 @@ def multiply_rows(
 def multiply_dq(
     variant: BackwardVariant, x: BackwardContext, first: Int32, columns: int
 ) -> cute.Tensor:
-    """DQ of the warp's 16 queries, ``columns`` columns from ``first`` on.
+    """Computes dQ of the warp's 16 queries, ``columns`` columns from ``first`` on.
 
     With ``splits_results``, all warps have the same queries.
     """

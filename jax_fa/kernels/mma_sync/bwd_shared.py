@@ -1,6 +1,6 @@
 """Steps of a backward whose dK and dV of 16 keys are too wide for the registers of one warp.
 
-Two groups of four warps share the 64 keys of a tile. Between barriers, for a part of 16 queries:
+Two groups of four warps share the 64 keys of a tile. For a part of 16 queries, between barriers:
 
     group 0    wait q, do | S  P   |      | dV   dQ, dQ sums +=
     group 1    wait q, do | dP     | dS   | dK   dQ, dQ sums +=
@@ -52,16 +52,16 @@ def step(
     at: Step,
     has_next: Boolean,
 ) -> Step:
-    """Adds a query block's part of dK and dV to the accumulators, and that of dQ to global memory.
+    """Adds a query block's share of dK and dV to the accumulators and of dQ to global memory.
 
-    Returns the next step, whose first part's loads it has started if ``has_next``.
+    Returns the next step. If ``has_next``, the loads of its first part have started.
     """
     parts = variant.config.parts
     following = next_step(variant, x, taken_up(variant, x, work), at)
     for part in cutlass.range(parts, unroll=1):
         cute.arch.cp_async_wait_group(0)
-        # HAZARD: all threads' copies of this part are there; all warps are done with the part
-        # before, and with its dS.
+        # HAZARD: all threads' copies of this part have arrived; all warps are done with the
+        # previous part and its dS.
         cute.arch.sync_threads()
         own = taken_up(variant, x, work)
         is_last = part == parts - 1
@@ -84,11 +84,11 @@ def step(
 def add_part(
     variant: cutlass.Constexpr, x: BackwardContext, c: Keys, work: Work, at: Step, part: Int32
 ):
-    """Adds a part's share of dV, or of dK, to the group's accumulator; dS goes to shared memory."""
+    """Adds a part's share of dV or dK to the group's accumulator; writes dS to shared memory."""
     tile, stage = tiles_of(variant).q, part % 2
     q = x.smem.q + stage * tile.size_bytes
     dout = x.smem.dout + stage * tile.size_bytes
-    # D = Dv: the operands of one group's products have the layouts of the other's.
+    # D = Dv, so the operands of both groups' products have the same layouts.
     has_dv = c.index == DV
     own = x.smem.k if has_dv else x.smem.v
     multiply_columns(variant, c.s, tiles_of(variant).k, own, tile, q if has_dv else dout)
@@ -113,7 +113,7 @@ def add_part(
 
 @cute.jit
 def get_words(variant: cutlass.Constexpr, x: BackwardContext, tensor: cute.Tensor):
-    """Reads a fragment that the same thread of the other group has put there."""
+    """Reads the fragment that the same thread of the other group wrote with ``put_words``."""
     thread, words = products.thread_index(), fragments.pairs_by_row(tensor)
     for r in cutlass.range_constexpr(fragments.ROWS):
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
@@ -130,7 +130,7 @@ def reduce_dq(
     at: Step,
     part: Int32,
 ):
-    """Computes dQ of a part's 16 queries, the warp's share of columns, and adds it to the sums."""
+    """Computes the warp's columns of dQ of a part's 16 queries, and adds them to the sums."""
     config, columns = variant.config, variant.dq_shape.columns
     width = columns // edges.WARPS_PER_GROUP
     if const_expr(deterministic):
@@ -140,7 +140,7 @@ def reduce_dq(
     sums = x.scratch.dq_sum[None, four, at.head].iterator.toint()
     thread = products.thread_index()
     first = thread % edges.WARPGROUP // edges.WARP * width
-    # As if the warp of four that ``finish`` has read these rows had computed them.
+    # The place in the sums is as if the warp that reads these rows in ``finish`` had computed dQ.
     own = c.index * (columns // 2 * edges.WARPGROUP) + part * edges.WARP + thread % edges.WARP
     dq = multiply_dq(variant, x, c.index * columns + first, width)
     for i in cutlass.range_constexpr(cute.size(dq)):

@@ -39,17 +39,17 @@ class BackwardVariant(NamedTuple):
 
     @property
     def is_general(self) -> bool:
-        """Any operand that hides keys may be present."""
+        """Whether operands that hide keys may be present."""
         return self.key.mask == "general"
 
     @property
     def may_cap(self) -> bool:
-        """There may be a soft cap, whose slope dS has as a factor."""
+        """Whether there may be a soft cap, whose slope is a factor of dS."""
         return self.key.has_soft_cap or self.key.has_bias
 
     @property
     def rounds_slope(self) -> bool:
-        """P times the slope of a cap is rounded before dS is computed of it."""
+        """Whether P times the slope of a cap is rounded before dS is computed from it."""
         return self.config.splits_results
 
     @property
@@ -120,23 +120,23 @@ class BackwardContext(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """16 keys of a warp: accumulators, and their place.
+    """16 keys of a warp: their accumulators, and their place.
 
-    Four warps have 64 keys of the tile, as the warps of a warpgroup have. With ``splits_results``
-    ``dk`` and ``dv`` are one accumulator: four warps have dV in it, four dK.
+    Four warps own 64 keys of the tile, 16 each, as in a warpgroup. With ``splits_results``, ``dk``
+    and ``dv`` are one accumulator, which holds dV in four of the warps and dK in the other four.
     """
 
     s: cute.Tensor  # accumulator of 16 keys x queries of a part
     dk: cute.Tensor  # accumulator of 16 x D
     dv: cute.Tensor  # accumulator of 16 x Dv
-    first_key: Int32  # of the four warps in the tile
-    first_query: int  # of the part in the block
+    first_key: Int32  # of the four warps, counted in the tile
+    first_query: int  # of the part, counted in the block
     index: Int32  # which four warps
     thread: Int32  # in the four warps
 
 
 def make_keys(variant: BackwardVariant) -> Keys:
-    """Those of the calling warp."""
+    """Returns the keys of the calling warp."""
     config, key = variant.config, variant.key
     thread = cute.arch.thread_idx()[0]
     index = Int32(0)
@@ -156,7 +156,7 @@ def make_keys(variant: BackwardVariant) -> Keys:
 
 
 def _words_of(work: Work) -> list:
-    """What a sweep uses of its work, but for what is a constant of the variant."""
+    """The words of its work that a sweep uses; an int among them is a compile-time constant."""
     rest = (work.kv_start, work.kv_slot, work.q_start, work.scratch_row)
     heads = (work.first_head, work.num_heads, work.stride)
     return [*work.tile[2:], *work.window, *work.blocks, *rest, *heads]
@@ -164,11 +164,11 @@ def _words_of(work: Work) -> list:
 
 @cute.jit
 def put_down(variant: cutlass.Constexpr, x: BackwardContext, work: Work) -> None:
-    """Writes what a sweep uses of its work to shared memory, if the config says so. A CTA calls."""
+    """Writes the words that a sweep uses to shared memory, if so configured. All threads call."""
     if const_expr(variant.config.work_words > 0):
         words = _words_of(work)
         kept = cute.make_tensor(x.smem.work, cute.make_layout(len(words)))
-        # HAZARD: warps may still read those of the tile before.
+        # HAZARD: warps may still read the words of the previous tile.
         cute.arch.sync_threads()
         if cute.arch.thread_idx()[0] == 0:
             for i in cutlass.range_constexpr(len(words)):
@@ -177,7 +177,7 @@ def put_down(variant: cutlass.Constexpr, x: BackwardContext, work: Work) -> None
 
 
 def taken_up(variant: BackwardVariant, x: BackwardContext, work: Work) -> Work:
-    """``work`` as ``put_down`` wrote it: no register holds it through a barrier before."""
+    """``work`` read back as ``put_down`` wrote it: no register holds it across a barrier before."""
     if variant.config.work_words == 0:
         return work
     words = _words_of(work)
@@ -196,7 +196,7 @@ def taken_up(variant: BackwardVariant, x: BackwardContext, work: Work) -> Work:
 
 
 def loaded_anew(x: BackwardContext) -> BackwardContext:
-    """``x``, of whose extents nothing has been computed ahead of the tiles of a CTA."""
+    """``x`` with opaque extents: nothing is computed from them ahead of the CTA's tiles."""
     order, scalars = x.order, x.scalars
     order = order._replace(
         num_heads=primitives.opaque(order.num_heads), num_blocks=primitives.opaque(order.num_blocks)
@@ -211,7 +211,7 @@ def loaded_anew(x: BackwardContext) -> BackwardContext:
 
 
 def anew(c: Keys) -> Keys:
-    """``c`` with its thread in no register of the loop."""
+    """``c`` with its thread index computed anew, so that no register of the loop holds it."""
     return c._replace(thread=products.thread_index() % edges.WARPGROUP)
 
 
@@ -223,9 +223,9 @@ def load_keys(
     array: cute.Tensor,
     work: Work,
 ) -> None:
-    """Starts the load of the keys or values of a tile, zeros behind the sequence's last.
+    """Starts the load of the keys or values of a tile, by all threads.
 
-    Absent rows have P = 0 and dS = 0, but may hold anything, and 0 * NaN is not 0. All threads.
+    Rows after the sequence's last are zeros: their P and dS are 0, but 0 * NaN is not 0.
     """
     mine = piece_of_thread(tile, variant.plan.threads)
     step = tile.rows_of_pass(variant.plan.threads)
@@ -248,9 +248,9 @@ def load_queries(
     stage: Int32,
     first: Int32 | int = 0,
 ) -> None:
-    """Starts the load of a block of "q" with lse2, or of "dout" with delta. All threads.
+    """Starts the load of rows of "q" with lse2, or of "dout" with delta, by all threads.
 
-    Of ``loaded_rows``, which begin at row ``first`` of the block.
+    These are ``loaded_rows`` rows of a block, from its row ``first`` on.
     """
     tile, array = getattr(tiles_of(variant), name), getattr(x.arrays, name)
     target = getattr(x.smem, name) + stage * tile.size_bytes
@@ -268,7 +268,7 @@ def load_queries(
         statistic, ring = x.scratch.delta, x.smem.delta
     thread = cute.arch.thread_idx()[0]
     if thread < tile.rows * 4 // PIECE_BYTES:
-        # ``prepare`` has written whole blocks.
+        # ``prepare`` has written whole blocks, so no row needs a check.
         place = work.scratch_row + at.q_block * variant.config.block_q + first + thread * 4
         source = statistic[None, at.head].iterator.toint() + place.to(Int64) * 4
         target = ring[None, stage].iterator.toint() + thread * PIECE_BYTES

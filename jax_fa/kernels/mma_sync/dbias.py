@@ -2,10 +2,10 @@
 
     all warps    load q k | do v | wait q, k; S | wait do, v; dP | P; sums += P (dP - delta) | ...
 
-A tile of the bias is in the registers of one CTA, which alone writes it: the order of the sums is
-always the same, and nothing of size [B, N, T, S] is made unless the bias is. Products of one CTA
-run while another of the same SM waits for its loads. Memory: ``plan_dbias.py``; conventions:
-``jax_fa/spec/problem.py``.
+One CTA keeps a tile of the gradient in registers and alone writes it: the order of the sums is
+always the same, and no array of size [B, N, T, S] is made unless the bias has that size. Products
+of one CTA run while another on the same SM waits for its loads. Memory: ``plan_dbias.py``;
+conventions: ``jax_fa/spec/problem.py``.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from jax_fa.spec.config_mma_sync import MmaSyncBiasGradient
 from jax_fa.spec.key import KernelKey
 
 RESIDENT_CTAS = 2
-"""CTAs that an SM works on at a time where shared memory lets it."""
+"""CTAs that an SM works on at a time, if they fit in shared memory."""
 
 
 class DbiasTiles(NamedTuple):
@@ -59,7 +59,7 @@ class DbiasSmem(NamedTuple):
     v: Int32
     dout: Int32
     words: cute.Tensor  # (4, threads, block_kv / 8): each thread keeps the bias of its own scores
-    columns: cute.Tensor  # (block_kv, warps): sums of the rows of a warp
+    columns: cute.Tensor  # (block_kv, warps): each warp's sums over its rows
 
 
 class DbiasContext(NamedTuple):
@@ -138,7 +138,7 @@ def launch(variant: cutlass.Constexpr, call: DbiasCall) -> None:
 
 
 def make_rows(variant: Variant, x: DbiasContext) -> DbiasRows:
-    """Those of the calling warp."""
+    """Returns the rows of the calling warp."""
     thread = cute.arch.thread_idx()[0]
     sums = fragments.accumulator(variant.config.block_kv)
     return DbiasRows(
@@ -181,7 +181,7 @@ def add_block(
 ) -> None:
     """Adds dS of a block of keys to the sums."""
     layout, smem, arrays = tiles_of(variant), x.smem, x.arrays
-    # HAZARD: all warps are done with the block before.
+    # HAZARD: all warps are done with the previous block.
     cute.arch.sync_threads()
     load_queries(variant, x, layout.q, smem.q, arrays.q, work)
     load_rows(variant, layout.k, smem.k, arrays.k, work, block)
@@ -192,11 +192,11 @@ def add_block(
     scores, dp = (fragments.accumulator(variant.config.block_kv) for _ in range(2))
     hides = may_hide(variant, x, work, block)
     cute.arch.cp_async_wait_group(1)
-    # HAZARD: all threads' copies of queries and keys are there.
+    # HAZARD: all threads' copies of queries and keys have arrived.
     cute.arch.sync_threads()
     multiply_columns(variant, scores, layout.q, smem.q, layout.k, smem.k)
     cute.arch.cp_async_wait_group(0)
-    # HAZARD: likewise of dO and values.
+    # HAZARD: all threads' copies of dO and values have arrived.
     cute.arch.sync_threads()
     multiply_columns(variant, dp, layout.dout, smem.dout, layout.v, smem.v)
     add_kept(variant, x, c, scores)

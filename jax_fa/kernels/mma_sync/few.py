@@ -1,13 +1,13 @@
 """Forward by mma.sync for few query rows, as in decoding, where the keys are the work.
 
     CTA      wait k(n), v(n); barrier; load k(n-1), v(n-1)  |  wait k(n-1), v(n-1) ...
-    warp i   S softmax PV of its share of the block's keys  |  the same of the next
+    warp i   S softmax PV of its share of the block's keys  |  the same for the next
     CTA      statistics and O of every warp to shared memory; barrier; rows of out, and lse
 
 A tile has 16 rows, the fewest that mma.sync multiplies: positions of all heads that share keys, if
-they fit. Warps share keys instead of rows, so that none of them works on rows that are not there.
-Memory sets the pace; several small CTAs on a multiprocessor keep it busy while others begin and
-end. CTAs may share the keys of a tile, too, and then write parts (``combine.py``). The idea is
+they fit. Warps split the keys instead of the rows, so that no warp works on absent rows. Memory is
+the bottleneck: several small CTAs on a multiprocessor keep it busy while others begin and end. CTAs
+may split the keys of a tile, too, and then write parts (``combine.py``). The idea is
 Flash-Decoding's (Dao et al., 2023). Memory: ``plan_few.py``; conventions: ``spec/problem.py``.
 """
 
@@ -60,7 +60,7 @@ from jax_fa.spec.config_mma_sync import WARP_ROWS, FewQueries
 from jax_fa.spec.key import KernelKey
 
 FLOATS = 4
-"""Floats of a 16-byte access."""
+"""Floats in a 16-byte access."""
 
 
 class FewTiles(NamedTuple):
@@ -77,7 +77,7 @@ class FewSmem(NamedTuple):
     q: Int32
     k: Int32  # of the first of ``stages``
     v: Int32  # of the first of ``stages``
-    sums: Int32  # float32 [warps, 16, row_floats], over keys and values
+    sums: Int32  # float32 [warps, 16, row_floats], in place of keys and values
     stats: Int32  # float32 [warps, 16, 2]: maximum, sum
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
@@ -98,12 +98,12 @@ class Share(NamedTuple):
     scores: cute.Tensor  # accumulator of 16 x own_keys
     out: cute.Tensor  # accumulator of 16 x Dv
     state: fragment_softmax.RowState
-    index: Int32  # of ``fragment_rows.py``
+    index: Int32  # as in ``fragment_rows.py``
     thread: Int32  # likewise: the lane
 
 
 class Place(NamedTuple):
-    """The next block, and how many there are to do with it. That tells its stage, too."""
+    """The next block, and how many are left, this one included; that also tells its stage."""
 
     block: Int32
     remaining: Int32
@@ -120,7 +120,7 @@ def tiles_of(variant: Variant) -> FewTiles:
 
 
 def of_warp(variant: Variant) -> Variant:
-    """The variant whose blocks are a warp's shares."""
+    """The variant whose blocks are the warps' shares of blocks."""
     return variant._replace(config=replace(variant.config, block_kv=variant.config.own_keys))
 
 
@@ -220,7 +220,7 @@ def attend(variant: cutlass.Constexpr, x: FewContext) -> None:
             queries = [fetch_q(variant, place, column) for column in columns]
         while at.remaining > 0:
             at = step(variant, x, c, queries, work, at)
-        # HAZARD: sums go where keys and values were, which all warps have multiplied by now.
+        # HAZARD: sums overwrite keys and values, which all warps have multiplied by now.
         cute.arch.sync_threads()
         put_sums(variant, x, c)
         cute.arch.sync_threads()
@@ -229,7 +229,7 @@ def attend(variant: cutlass.Constexpr, x: FewContext) -> None:
 
 @cute.jit
 def load_q(variant: cutlass.Constexpr, x: FewContext, work: Work) -> None:
-    """Starts the load of the query tile, zeros where a row is not there. All threads."""
+    """Starts the load of the query tile, with zeros for absent rows, by all threads."""
     tile, span, threads = tiles_of(variant).q, work.span, variant.plan.threads
     in_row = variant.key.head_dim // PIECE
     number = tile.rows * in_row
@@ -249,7 +249,7 @@ def load_q(variant: cutlass.Constexpr, x: FewContext, work: Work) -> None:
 
 @cute.jit
 def load_block(variant: cutlass.Constexpr, x: FewContext, work: Work, at: Place) -> None:
-    """Starts the loads of a block of keys and values. All threads."""
+    """Starts the loads of a block of keys and values, by all threads."""
     layout = tiles_of(variant)
     stage = at.remaining & (variant.config.stages - 1)  # stages are one or two
     k, v = x.smem.k + stage * layout.k.size_bytes, x.smem.v + stage * layout.v.size_bytes
@@ -259,7 +259,7 @@ def load_block(variant: cutlass.Constexpr, x: FewContext, work: Work, at: Place)
 
 
 def place_of_queries(variant: Variant, x: FewContext) -> Int32:
-    """What a lane addresses to fetch the queries."""
+    """The address from which a lane fetches the queries."""
     return x.smem.q + products.by_rows(tiles_of(variant).q, products.thread_index() % edges.WARP)
 
 
@@ -277,16 +277,16 @@ def step(
     work: Work,
     at: Place,
 ) -> Place:
-    """Adds the warp's share of a block to its sums, and loads the next; returns the place of that.
+    """Adds the warp's share of a block to its sums, and loads the next one; returns its place.
 
-    ``queries`` are those of ``fetch_q`` by column, or None.
+    ``queries`` is what ``fetch_q`` returned for each 16 columns, or None.
     """
     config = variant.config
     stage = at.remaining & (config.stages - 1)
     following = Place(below(variant, x, at.block), at.remaining - 1)
     cute.arch.cp_async_wait_group(0)
-    # HAZARD: all threads' copies of this block are there, and all warps are done with the block
-    # before, in whose place the next copies go.
+    # HAZARD: all threads' copies of this block have arrived, and all warps are done with the
+    # previous block, which the next copies overwrite.
     cute.arch.sync_threads()
     if following.remaining > 0:
         load_block(variant, x, work, following)
@@ -309,7 +309,7 @@ def step(
 def hide(
     variant: cutlass.Constexpr, x: FewContext, c: Share, work: Work, block: Int32, warp: Int32
 ) -> None:
-    """Hides the keys of the warp's share of a block that a row does not see."""
+    """Hides, in the warp's share of a block, the keys that a row does not see."""
     own, share = of_warp(variant), block * variant.config.warps + warp
     mask_by_place(own, x, c, work, c.scores, share)
     if dense_mask.is_present(x.scalars.mask):
@@ -344,7 +344,7 @@ def multiply_qk(
 def multiply_pv(
     variant: cutlass.Constexpr, x: FewContext, c: Share, stage: Int32, warp: Int32
 ) -> None:
-    """Adds the warp's share of the values, weighted with the probabilities, to O."""
+    """Adds the warp's share of the values, weighted by the probabilities, to O."""
     config, tile, lane = variant.config, tiles_of(variant).v, products.thread_index() % edges.WARP
     values = x.smem.v + stage * tile.size_bytes + warp * (config.own_keys * tile.width)
     values = values + products.by_rows(tile, lane)
@@ -369,9 +369,9 @@ def put_sums(variant: cutlass.Constexpr, x: FewContext, c: Share) -> None:
 
 @cute.jit
 def store(variant: cutlass.Constexpr, x: FewContext, work: Work) -> None:
-    """Adds up what the warps have put, and writes out and lse, or a part of them.
+    """Merges the results of all warps, and writes out and lse, or a part of them.
 
-    Each row has as many threads, which write a stretch of it together.
+    The same number of threads works on each row; together they write a stretch of it at a time.
     """
     config, span = variant.config, work.span
     thread, of_row = products.thread_index(), variant.plan.threads // WARP_ROWS
@@ -380,7 +380,7 @@ def store(variant: cutlass.Constexpr, x: FewContext, work: Work) -> None:
     maximum = -Float32.inf
     for w in cutlass.range_constexpr(config.warps):
         maximum = cute.arch.fmax(maximum, stats[w].first)
-    # (-inf) - (-inf) would be NaN; relative to 0, a warp that saw no keys weighs 0.
+    # (-inf) - (-inf) would be NaN; relative to 0, a warp that saw no keys has weight 0.
     reference = Float32(0.0) if maximum == -Float32.inf else maximum
     weights, total = [], Float32(0.0)
     for w in cutlass.range_constexpr(config.warps):
@@ -405,7 +405,7 @@ def store(variant: cutlass.Constexpr, x: FewContext, work: Work) -> None:
                 in_row = (w * WARP_ROWS + row) * row_floats(variant.key) + four * FLOATS
                 loaded = load_four(x.smem.sums + in_row * 4)
                 sums = [sums[i] + weights[w] * loaded[i] for i in range(FLOATS)]
-            # The query may hold anything in a row that is not used, NaN too.
+            # The query of a row that is not used may hold anything, even NaN.
             sums = [one * factor if is_used else Float32(0.0) for one in sums]
             if four * FLOATS < cute.size(x.arrays.out, mode=[1]):
                 if x.scalars.num_splits > 1:
@@ -423,7 +423,7 @@ def address_of_elements(row: cute.Tensor) -> Int64:
 
 
 class Two(NamedTuple):
-    """Neighbours in memory."""
+    """Two neighbouring floats in memory."""
 
     first: Float32
     second: Float32
@@ -437,7 +437,7 @@ def store_floats(address: Int32, first: Float32, second: Float32) -> None:
 
 
 def load_two(address: Int32) -> Two:
-    """Reads two floats of shared memory."""
+    """Reads two floats from shared memory."""
     return Two(
         *cute.arch.inline_ptx(
             "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
@@ -448,7 +448,7 @@ def load_two(address: Int32) -> Two:
 
 
 def load_four(address: Int32) -> tuple[Float32, ...]:
-    """Reads four floats of shared memory."""
+    """Reads four floats from shared memory."""
     return cute.arch.inline_ptx(
         "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Float32] * FLOATS,

@@ -3,10 +3,10 @@
     two stages   | wait k(n), v(n); barrier; load k(n-1), v(n-1); S softmax PV | wait k(n-1) ...
     one stage    | wait k(n); barrier; load v(n); S; wait v(n); barrier; load k(n-1); softmax PV |
 
-Blocks of keys come newest first. All warps do the same, each for query rows of its own: a block is
-loaded by all and read by all, and loads run while products do. Products, exponentials and loads of
-one warp overlap with those of others; nothing else is needed, since mma.sync leaves the warp
-scheduler free (FlashAttention-2, Dao, arXiv:2307.08691). Memory: ``plan.py``; conventions:
+Key blocks are visited newest first. All warps do the same, each for its own query rows: all of them
+load a block together, all of them read it, and loads run during products. Products, exponentials
+and loads of one warp overlap with those of others; nothing else is needed, since mma.sync leaves
+the warp scheduler free (FlashAttention-2, Dao, arXiv:2307.08691). Memory: ``plan.py``; conventions:
 ``jax_fa/spec/problem.py``.
 """
 
@@ -110,7 +110,7 @@ def make_entry(key: KernelKey, config: MmaSyncForward) -> Callable:
 
 
 def plain_arrays(variant: Any, call: ForwardCall) -> Arrays:
-    """The arrays of a forward without TMA, all as threads see them."""
+    """Returns the arrays of a forward without TMA, all as threads see them."""
     widths = call.widths
     out = dense(call.out, call.queries, widths.v)
     return Arrays(
@@ -135,12 +135,12 @@ def launch(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None) -
 
 
 class Place(NamedTuple):
-    """Where the steps over the blocks of a tile are.
+    """How far the steps over the key blocks of a tile have come.
 
     Attributes:
         block: the next block.
-        remaining: blocks to do, this one included. It also tells which stage holds the block.
-        hides: whether the block hides keys, where that is known at run time only.
+        remaining: the number of blocks left, this one included; it also tells the block's stage.
+        hides: whether the block hides keys, where that is known only at run time.
     """
 
     block: Int32
@@ -149,7 +149,7 @@ class Place(NamedTuple):
 
 
 def stage_of(variant: Variant, at: Place) -> Int32:
-    """Which stage holds the block of ``at``."""
+    """Returns the stage that holds the block of ``at``."""
     return at.remaining & (variant.config.stages - 1)  # stages are one or two
 
 
@@ -233,7 +233,7 @@ def fetch_q(variant: Variant, x: ForwardContext) -> list[list[products.Four]]:
 
 
 def place_of_queries(variant: Variant, x: ForwardContext, thread: Int32) -> Int32:
-    """What a thread addresses to fetch the first queries of its warp."""
+    """The address from which a thread fetches the first queries of its warp."""
     tile = tiles_of(variant).q
     own = products.by_rows(tile, thread % edges.WARP)
     return x.smem.q + first_row(thread) * tile.width + own
@@ -257,15 +257,15 @@ def step(
     work: Work,
     at: Place,
 ) -> Place:
-    """Computes S, softmax and PV of a block, and loads the next one; returns the place of that.
+    """Computes S, softmax and PV of a block, starts to load the next one, and returns its place.
 
-    ``hides`` says whether the block hides keys, ``queries`` are those of ``fetch_q``, or None.
+    ``hides`` says whether the block hides keys; ``queries`` is what ``fetch_q`` returned, or None.
     """
     stages, block = variant.config.stages, below(variant, x, at.block)
     following = Place(block, at.remaining - 1, next_hides_pairs(variant, x, work.blocks, block))
     cute.arch.cp_async_wait_group(0)
-    # HAZARD: all threads' copies of this block are there, and all warps are done with the block
-    # before, in whose place the next copies go.
+    # HAZARD: all threads' copies of this block have arrived, and all warps are done with the
+    # previous block, which the next copies overwrite.
     cute.arch.sync_threads()
     if const_expr(stages > 1):
         if following.remaining > 0:
@@ -280,7 +280,7 @@ def step(
     multiply_qk(variant, x, rows, queries, stage_of(variant, at))
     if const_expr(stages == 1):
         cute.arch.cp_async_wait_group(0)
-        # HAZARD: the values are there, and no warp reads these keys any more.
+        # HAZARD: the values have arrived, and no warp reads these keys any more.
         cute.arch.sync_threads()
         if following.remaining > 0:
             load_k(variant, x, work, following)
@@ -322,9 +322,9 @@ def to_probabilities(
     block: Int32,
     hides: Boolean,
 ) -> None:
-    """Caps, masks if it ``hides`` keys, and exponentiates a block's scores.
+    """Caps a block's scores, masks them if it ``hides`` keys, and exponentiates them.
 
-    Scales what was accumulated before.
+    Also scales what was accumulated before.
     """
     shrinks, shrinking = [], Boolean(False)
     for i in cutlass.range_constexpr(len(rows)):
@@ -339,10 +339,10 @@ def to_probabilities(
         shrink = fragment_softmax.update(one.scores, one.state, scale_log2, are_wide=has_bias)
         shrinking = shrinking | (shrink[0] != 1.0) | (shrink[1] != 1.0)
         shrinks.append(shrink)
-    # A warp at a time. To scale only when a maximum has grown by much (FlashAttention-4) was 1 to
-    # 3 % slower (H200, sm_90 build, D = 64 and 128). A loop of one turn or none: of a branch the
-    # compiler makes predicated multiplications, which take their time when they are not executed
-    # (DSL 4.8.1).
+    # Each warp decides for itself. Scaling only when a maximum has grown by much (FlashAttention-4)
+    # was 1 to 3 % slower (H200, sm_90 build, D = 64 and 128). This is a loop of one turn or none,
+    # since the compiler turns a branch into predicated multiplications, which take their time even
+    # when they are not executed (DSL 4.8.1).
     for _ in cutlass.range(products.one_if_any(shrinking), unroll=1):
         for i in cutlass.range_constexpr(len(rows)):
             fragment_softmax.scale_rows(rows[i].out, shrinks[i])
@@ -366,7 +366,7 @@ def mask_block(
 
 
 def anew(rows: RowTile) -> RowTile:
-    """``rows`` with its thread in no register of the loop."""
+    """``rows`` with its thread index computed anew, so that no register of the loop holds it."""
     return rows._replace(thread=products.thread_index() % edges.WARPGROUP)
 
 
@@ -398,12 +398,12 @@ def store(
 def store_rounded(
     variant: cutlass.Constexpr, x: ForwardContext, rows: RowTile, first: Int32, work: Work
 ) -> None:
-    """Rounds and writes 16 rows, through shared memory: whole lines go to global memory."""
+    """Rounds 16 rows and writes them through shared memory, in whole lines of global memory."""
     tile, lane = tiles_of(variant).out, cute.arch.lane_idx()
     rounded = cute.make_rmem_tensor_like(rows.out, variant.dtype)
     primitives.narrow(rows.out, rounded)
     pairs = fragments.pairs_by_row(rounded)
-    # HAZARD: out goes where the warp's queries were, which all its lanes have multiplied by now.
+    # HAZARD: out overwrites the warp's queries, which all its lanes have multiplied by now.
     cute.arch.sync_warp()
     for r in cutlass.range_constexpr(fragments.ROWS):
         row = first + lane // 4 + 8 * r

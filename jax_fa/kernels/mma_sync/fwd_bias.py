@@ -1,4 +1,4 @@
-"""Forward by mma.sync with a bias: the steps of ``fragment_bias.py`` among those of the others."""
+"""Forward by mma.sync with a bias: ``fwd.py`` with the steps of ``fragment_bias.py`` added."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Forward by mma.sync in parts: several CTAs share the keys of a tile, and heads share tiles."""
+"""Forward by mma.sync in parts: several CTAs split the keys of a tile, and heads share tiles."""
 
 from collections.abc import Callable
 
@@ -22,6 +22,6 @@ def make_entry(key: KernelKey, config: MmaSyncForward) -> Callable:
 
 @cute.jit
 def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
-    """Launches the kernel, and the one that merges what it leaves."""
+    """Launches the kernel, and the one that merges the parts that it writes."""
     fwd.launch(variant, call, forward_packing(variant, call))
     combine.merge_parts(variant, call)

@@ -58,19 +58,19 @@ def tiles_of(variant: Variant) -> ForwardTiles:
 class RowTile(NamedTuple):
     """16 query rows of a warp: accumulator and statistics.
 
-    Of every 64 rows of the CTA's tile, four warps have 16 each, as the warps of a warpgroup have.
+    Every 64 rows of the CTA's tile belong to four warps, 16 each, as in a warpgroup.
     """
 
     scores: cute.Tensor  # accumulator of 16 x block_kv
     out: cute.Tensor  # accumulator of 16 x Dv
     state: fragment_softmax.RowState
-    bias: Any  # words of the bias of the scores, one each, or None without one
+    bias: Any  # the bias of the scores, a word each, or None without a bias
     index: Int32  # which 64 rows
     thread: Int32  # in the four warps
 
 
 def make_row_tiles(variant: Variant) -> list[RowTile]:
-    """The tiles of the calling warp, yet to be reset."""
+    """The row tiles of the calling warp, not yet reset."""
     config = variant.config
     thread = cute.arch.thread_idx()[0]
     groups = config.warps // edges.WARPS_PER_GROUP
@@ -96,7 +96,7 @@ def bias_words(variant: Variant) -> cute.Tensor | None:
 
 
 def first_row(thread: Int32) -> Int32:
-    """The first row of a thread's warp in the CTA's tile; its next tile's is ``row_step`` on."""
+    """The first row of a thread's warp in the CTA's tile; the next is ``row_step`` rows on."""
     return thread // edges.WARP * WARP_ROWS
 
 
@@ -114,15 +114,15 @@ def load_queries(
     array: cute.Tensor,
     work: Work,
 ) -> None:
-    """Starts the load of a tile of queries, or of what else has rows as they have. All threads.
+    """Starts the load of a tile of queries, or of an array with the same rows, by all threads.
 
     Args:
         variant: the variant.
         x: the context.
-        tile: where it goes.
-        target: address of that.
+        tile: the layout in shared memory.
+        target: the tile's address there.
         array: (T, width, N, B).
-        work: whose queries they are.
+        work: the work whose queries they are.
     """
     span = work.span
     mine = piece_of_thread(tile, variant.plan.threads)
@@ -145,26 +145,26 @@ def load_rows(
     work: Work,
     block: Int32,
 ) -> None:
-    """Starts the load of a block of keys or values, zeros behind the sequence's last. All threads.
+    """Starts the load of a block of keys or values, by all threads.
 
-    Probabilities of absent rows are 0, but 0 * NaN is not: hence the zeros.
+    Rows after the sequence's last are zeros: their probabilities are 0, but 0 * NaN is not 0.
 
     Args:
         variant: the variant.
-        tile: where it goes.
-        target: address of that.
+        tile: the layout in shared memory.
+        target: the tile's address there.
         array: (S, width, K, B).
-        work: whose keys they are.
-        block: which of them.
+        work: the work whose keys they are.
+        block: the number of the key block.
     """
     mine, span = piece_of_thread(tile, variant.plan.threads), work.span
     step = tile.rows_of_pass(variant.plan.threads)
-    # Two registers of the loop; addresses of the head's keys and values would be four.
+    # Two registers in the loop; addresses of the head's keys and values would take four.
     kv_head, batch = (primitives.opaque(i) for i in (work.tile.kv_head, work.tile.batch))
     rows = array[None, None, kv_head, batch]
-    # Opaque, or the limits of a row's panels are registers of the loop over blocks.
+    # Opaque, or the limits of a row's panels would take registers in the loop over blocks.
     there = Limits(primitives.opaque(span.swept_len), cute.size(rows, mode=[1]))
-    # HAZARD: where segments leave a tile without keys, its block may be of any number.
+    # HAZARD: if segments leave a tile without keys, ``block`` may be any number.
     first = block * tile.rows + mine.row
     place = target + mine.place(tile, mine.row)
     for i in cutlass.range_constexpr(tile.rows // step):
@@ -182,15 +182,15 @@ def multiply_keys(
     place: Int32,
     number: cutlass.Constexpr[int],
 ) -> None:
-    """Adds to scores what 16 columns of queries and keys give.
+    """Adds the product of 16 columns of queries and keys to the scores.
 
     Args:
         variant: the variant.
-        rows: what has the scores, a tile of 16 query rows each.
-        a: the queries, an A operand for each of them.
-        tile: of the keys.
-        place: what the lane addresses to fetch the first keys.
-        number: of keys.
+        rows: the holders of the scores, one for each tile of 16 query rows.
+        a: the queries, an A operand for each of ``rows``.
+        tile: the layout of the keys.
+        place: the address from which the lane fetches the first keys.
+        number: the number of keys.
     """
     for n in cutlass.range_constexpr(0, number, 2 * products.COLUMNS):
         b = products.fetch(place + n * tile.width)
@@ -206,7 +206,7 @@ def multiply_values(
     place: Int32,
     number: cutlass.Constexpr[int],
 ) -> None:
-    """Adds values, weighted with the probabilities, to O; arguments as of ``multiply_keys``."""
+    """Adds values, weighted by the probabilities, to O; arguments as in ``multiply_keys``."""
     for k in cutlass.range_constexpr(0, number, products.DEPTH):
         a = [products.rounded_operand(one.scores, k, variant.dtype) for one in rows]
         for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):

@@ -1,9 +1,9 @@
 """Tiles of 16-bit elements in shared memory, as ldmatrix reads them without bank conflicts.
 
-A tile is cut into panels of 64 columns (32 or 16 where 64 do not divide it), a row of which has 128
-(64, 32) bytes. Panels lie one behind the other. The 16-byte pieces of a row change places with the
-number of the row, so that eight rows of one column lie in different banks: the swizzle of TMA and
-wgmma.
+A tile is cut into panels of 64 columns (32 or 16 if 64 does not divide its width); a row of a panel
+has 128 (64, 32) bytes. Panels lie one after the other. The 16-byte pieces of a row are permuted by
+the row's number, so that eight rows of one column lie in different banks. This is the swizzle of
+TMA and wgmma.
 Standard library only; places are ints or traced values.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 
 ELEMENT_BYTES = 2
 PIECE_BYTES = 16
-"""What a lane copies, and what one lane addresses in ldmatrix: a row of an 8 x 8 matrix."""
+"""Bytes that a lane copies, or addresses in ldmatrix: a row of an 8 x 8 matrix."""
 PIECE = PIECE_BYTES // ELEMENT_BYTES
-"""Elements of a piece."""
+"""Elements in a piece."""
 BANKS_BYTES = 128
-"""A word of each bank."""
+"""Bytes of all banks together, a word each."""
 ALIGNMENT_BYTES = 1024
-"""Of a tile: the swizzle repeats after so many bytes."""
+"""Alignment of a tile: the swizzle repeats after this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Panels:
     """The layout of a tile.
 
     Attributes:
-        rows: of the tile, a multiple of 16.
-        columns: of the tile, a multiple of 16.
+        rows: rows of the tile, a multiple of 16.
+        columns: columns of the tile, a multiple of 16.
     """
 
     rows: int
@@ -71,16 +71,16 @@ class Panels:
         return self.width // PIECE_BYTES
 
     def rows_of_pass(self, threads: int) -> int:
-        """Rows of a panel that so many threads copy together, a piece each."""
+        """Rows of a panel that ``threads`` threads copy together, one piece each."""
         return min(threads // self.pieces, self.rows)
 
     def panels_of_pass(self, threads: int) -> int:
-        """Panels of whose rows they copy pieces at the same time."""
+        """Panels of which ``threads`` threads copy pieces at the same time."""
         return threads // self.pieces // self.rows_of_pass(threads)
 
     def place(self, row: Any, piece: Any) -> Any:
-        """Byte of a piece of the first panel."""
-        # With 128 bytes, the row's last 3 bits; with 64, two rows of which fill the banks, 2 bits.
+        """The byte offset of a piece of the first panel."""
+        # Rows of 128 bytes: the row's last 3 bits. Of 64 bytes, two rows fill the banks: 2 bits.
         rows_of_banks = BANKS_BYTES // self.width
         moved = row // rows_of_banks % self.pieces if rows_of_banks > 1 else row % self.pieces
         return row * self.width + (piece ^ moved) * PIECE_BYTES
@@ -91,5 +91,5 @@ class Panels:
         That is at an even piece of its panel, or at the odd one behind it.
         """
         panel, within = column // self.panel, column % self.panel
-        # An exclusive or with an even number of pieces goes before or after the swizzle's.
+        # An exclusive or with an even number of pieces commutes with that of the swizzle.
         return (place ^ (within * ELEMENT_BYTES)) + panel * self.panel_bytes

@@ -1,8 +1,8 @@
 """Forward by mma.sync: shared memory. Read this first.
 
-All warps do the same: each owns some tiles of 16 query rows, does both products of them and the
-softmax between, and loads its share of every block of keys and values by cp.async. There are no
-roles and no edges: barriers of the CTA are all that warps exchange.
+All warps do the same: each owns some tiles of 16 query rows, computes both of their products and
+the softmax between them, and loads its share of every block of keys and values by cp.async. There
+is one role and there are no edges: warps synchronise only by barriers of the CTA.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from jax_fa.spec.config_mma_sync import MmaSyncForward
 from jax_fa.spec.key import KernelKey
 
 SMEM_CAPACITY_BYTES = 99 * 1024
-"""Shared memory that a CTA may have where it has least: 8.6, 8.9 and 12.x."""
+"""Shared memory that a CTA may have on the capabilities with the least: 8.6, 8.9 and 12.x."""
 REGISTERS = 255
-"""Of a thread, at most."""
+"""Registers of a thread, at most."""
 
 
 def check_groups(warps: int) -> None:
-    """Refuses warps that do not have rows, or keys, by four, as fragments count them."""
+    """Raises unless warps come in groups of four, by which fragments count rows or keys."""
     if warps % WARPS_PER_GROUP:
         raise PlanError(f"{warps} warps are no warpgroups")
 
@@ -40,7 +40,7 @@ def forward_plan(key: KernelKey, config: MmaSyncForward) -> Plan:
             Buffer("q", q.size_bytes),
             Buffer("k", k.size_bytes * config.stages),
             Buffer("v", v.size_bytes * config.stages),
-            Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask tell of a tile
+            Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask say of a tile
             Buffer("out", out.size_bytes, "q", "a warp's rows of q are dead after its last S"),
         ),
         barriers=(),

@@ -1,13 +1,13 @@
 """Backward by mma.sync: shared memory. Read this first.
 
-All warps do the same: each owns 16 keys of the tile, whose dK and dV stay in its registers while
-queries pass by. Scores are computed transposed, keys by queries, so that P and dS leave the
-accumulators in the order in which dV += P^T dO and dK += dS^T Q want their A operand; only
+All warps do the same: each owns 16 keys of the tile and keeps their dK and dV in registers while
+it sweeps the queries. Scores are computed transposed, keys by queries, so that P and dS leave the
+accumulators in the order in which dV += P^T dO and dK += dS^T Q need their A operand; only
 dQ = dS K, which sums over the keys of all warps, needs dS in shared memory.
 
-Where dK and dV of 16 keys are more than a thread has registers, two groups of four warps share the
+If dK and dV of 16 keys need more registers than a thread has, two groups of four warps share the
 keys (``splits_results``): one computes S, P and dV, the other dP, dS and dK. P passes to the other
-group where dS goes, and each thread reads the words that it then overwrites.
+group through the buffer of dS, where each thread reads the words that it then overwrites.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def backward_plan(key: KernelKey, config: MmaSyncBackward) -> Plan:
             Buffer("ds", ds.size_bytes),
             Buffer("lse2", rows * STAT_BYTES * config.stages),
             Buffer("delta", rows * STAT_BYTES * config.stages),
-            # What segments and a mask tell of a tile, and what its sweep uses of its work.
+            # What segments and a mask say of a tile, and the words of its work that its sweep uses.
             Buffer("found", 4 * (division.FOUND_WORDS + config.work_words)),
         ),
         barriers=(),

@@ -1,7 +1,7 @@
 """The gradient of a bias by mma.sync: shared memory. Read this first.
 
-All warps do the same: each owns 16 query rows of a tile of the bias, and keeps its gradient in
-registers while batches and heads (and tiles of rows and keys) that share it pass by.
+All warps do the same: each owns 16 query rows of a tile of the bias, and keeps their gradient in
+registers while it sweeps the batches and heads (and tiles of rows and keys) that share the tile.
 """
 
 from __future__ import annotations

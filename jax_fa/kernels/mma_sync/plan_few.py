@@ -1,7 +1,7 @@
 """Forward by mma.sync for few query rows: shared memory. Read this first.
 
-All warps load blocks of keys and values together, each multiplies its share of a block with all
-rows, and at the end all of them add up what they have.
+All warps load blocks of keys and values together, each multiplies its share of a block by all rows,
+and at the end all of them merge their results.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jax_fa.spec.key import KernelKey
 
 FLOAT_BYTES = 4
 BANKS_OF_ROWS = 8
-"""Words by which rows of sums are longer, so that eight of them lie in different banks."""
+"""Padding of a row of sums, in words, so that eight rows lie in different banks."""
 
 
 def row_floats(key: KernelKey) -> int:
-    """Floats from a row of a warp's sums to the next."""
+    """Floats from one row of a warp's sums to the next."""
     return key.value_dim + BANKS_OF_ROWS
 
 
 def row_of_threads(number: Any, threads: int) -> Any:
-    """The row whose sums the ``number``-th so many threads add up.
+    """The row whose sums the ``number``-th group of ``threads`` threads adds up.
 
-    Eight threads read 16 bytes each at a time: of one row, or of two that lie 16 banks apart.
+    Eight threads read 16 bytes each at a time, from one row or from two that lie 16 banks apart.
     """
     if threads >= BANKS_OF_ROWS:
         return number
@@ -47,7 +47,7 @@ def few_plan(key: KernelKey, config: FewQueries) -> Plan:
             Buffer("q", q.size_bytes),
             Buffer("kv", (k.size_bytes + v.size_bytes) * config.stages),
             Buffer("stats", config.warps * WARP_ROWS * 2 * FLOAT_BYTES),
-            Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask tell of a tile
+            Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask say of a tile
             Buffer("sums", sums, "kv", "keys and values are dead after the last product"),
         ),
         barriers=(),

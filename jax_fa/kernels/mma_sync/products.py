@@ -1,10 +1,9 @@
 """Products by mma.sync, their operands by ldmatrix, and copies to shared memory by cp.async.
 
-A warp multiplies 16 rows by 8 columns, 16 deep, in registers. Accumulators are fragments as
-``fragments.py`` has them: thread t of a warp holds rows t // 4 and t // 4 + 8, and of each 8
-columns those from 2 (t % 4) on. An A operand of 16 columns is four registers in that very order, so
-probabilities never move. A B operand of 16 columns by 16 deep is four registers too, two for each
-8 columns.
+A warp multiplies 16 rows by 8 columns, 16 deep, in registers. Accumulators are the fragments of
+``fragments.py``: thread t of a warp holds rows t // 4 and t // 4 + 8, and of each 8 columns the two
+from 2 (t % 4) on. An A operand of 16 columns is four registers in that very order, so probabilities
+never move. A B operand of 16 columns by 16 deep is four registers too, two for each 8 columns.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from jax_fa.kernels import edges, primitives
 from jax_fa.kernels.mma_sync.panels import PIECE_BYTES, Panels
 
 DEPTH = 16
-"""Of a product: the K of one mma.sync."""
+"""Depth of a product: the K of one mma.sync."""
 COLUMNS = 8
-"""Of a product."""
+"""Columns of a product: the N of one mma.sync."""
 MAX_WARPS = 32
-"""Of a CTA of any GPU."""
+"""Warps of a CTA, at most, on any GPU."""
 
 
 class Four(NamedTuple):
@@ -35,23 +34,23 @@ class Four(NamedTuple):
 
 
 def by_rows(tile: Panels, lane: Int32) -> Int32:
-    """What a lane addresses to fetch 16 rows as an A operand.
+    """The place from which a lane fetches 16 rows as an A operand.
 
-    Transposed, the same fetches 16 rows as the depth of B operands.
+    A transposed fetch from it gives 16 rows as the depth of B operands.
     """
     return tile.place(lane % 16, lane // 16)
 
 
 def by_columns(tile: Panels, lane: Int32) -> Int32:
-    """What a lane addresses to fetch 16 rows as the columns of B operands.
+    """The place from which a lane fetches 16 rows as the columns of B operands.
 
-    Transposed, the same fetches 16 rows as the depth of an A operand.
+    A transposed fetch from it gives 16 rows as the depth of an A operand.
     """
     return tile.place(lane % 8 + lane // 16 * 8, lane // 8 % 2)
 
 
 def fetch(address: Int32, is_transposed: bool = False) -> Four:
-    """Four 8 x 8 matrices, of which each lane addresses a row of one."""
+    """Loads four 8 x 8 matrices; each lane addresses a row of one of them."""
     transposed = ".trans" if is_transposed else ""
     return Four(
         *cute.arch.inline_ptx(
@@ -64,7 +63,7 @@ def fetch(address: Int32, is_transposed: bool = False) -> Four:
 
 
 def multiply(acc: cute.Tensor, group: int, a: Four, b: Four, dtype: type) -> None:
-    """Adds ``a b`` to 16 columns of ``acc``, from its group ``group`` of 8 on."""
+    """Adds ``a b`` to 16 columns of ``acc``, from its ``group``-th group of 8 columns on."""
     kind = "bf16" if dtype is BFloat16 else "f16"
     for half in range(2):
         first = 4 * (group + half)
@@ -89,7 +88,7 @@ def rounded_operand(acc: cute.Tensor, column: int, dtype: type) -> Four:
 
 
 def one_if_any(condition: Boolean) -> Int32:
-    """1 if ``condition`` holds in any lane of the warp, else 0, which the compiler cannot tell."""
+    """1 if ``condition`` holds in any lane of the warp, else 0; opaque to the compiler."""
     lanes = cute.arch.vote_ballot_sync(condition)
     return cute.arch.inline_ptx(
         "min.u32 {$w0}, {$r0}, 1;", write_only_types=[Int32], read_only_args=[lanes]
@@ -97,22 +96,22 @@ def one_if_any(condition: Boolean) -> Int32:
 
 
 def thread_index() -> Int32:
-    """The calling thread's in its CTA.
+    """The calling thread's index in its CTA.
 
-    What follows from it is computed where it is used: of a loop's registers it takes one.
+    Values derived from it are computed where they are used: in a loop, they take one register.
     """
-    # Of few bits, or the compiler would divide as of a negative number.
+    # Masked to few bits, or the compiler would divide as if it might be negative.
     return primitives.opaque(cute.arch.thread_idx()[0]) & (edges.WARP * MAX_WARPS - 1)
 
 
 def hidden_from(work: Any) -> Any:
-    """A tile's ``work``, of whose window nothing has been computed ahead of the loop."""
+    """A tile's ``work`` with an opaque window: nothing is computed from it ahead of the loop."""
     shift = primitives.opaque(work.window.shift)
     return work._replace(window=work.window._replace(shift=shift))
 
 
 def copy_piece(target: Int32, source: Int64, size_bytes: Int32) -> None:
-    """Starts the copy of a piece to shared memory: ``size_bytes``, and zeros behind them."""
+    """Starts the copy of a piece to shared memory: ``size_bytes`` bytes, then zeros."""
     cute.arch.inline_ptx(
         f"cp.async.cg.shared.global.L2::128B [{{$r0}}], [{{$r1}}], {PIECE_BYTES}, {{$r2}};",
         read_only_args=[target, source, size_bytes],
@@ -120,26 +119,26 @@ def copy_piece(target: Int32, source: Int64, size_bytes: Int32) -> None:
 
 
 def add_to_global(address: Int64, value: Float32) -> None:
-    """Adds a float to global memory atomically, in no order."""
+    """Adds a float to global memory atomically, with relaxed ordering."""
     cute.arch.inline_ptx(
         "red.relaxed.gpu.global.add.f32 [{$r0}], {$r1};", read_only_args=[address, value]
     )
 
 
 def store_word(address: Int32, word: Int32) -> None:
-    """Writes a word of shared memory."""
+    """Writes a word to shared memory."""
     cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
 
 
 def load_word(address: Int32) -> Int32:
-    """Reads a word of shared memory."""
+    """Reads a word from shared memory."""
     return cute.arch.inline_ptx(
         "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
     )
 
 
 def load_piece(address: Int32) -> Four:
-    """Reads a piece of shared memory."""
+    """Reads a piece from shared memory."""
     return Four(
         *cute.arch.inline_ptx(
             "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",

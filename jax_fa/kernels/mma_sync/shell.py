@@ -1,4 +1,4 @@
-"""What kernels by mma.sync do before their tiles, whatever these are."""
+"""What mma.sync kernels of every kind do before they start on their tiles."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from jax_fa.kernels import dense_mask, segments
 def narrow(
     variant: cutlass.Constexpr, x: Any, scan: cutlass.Constexpr[Callable[..., None]]
 ) -> None:
-    """Runs ``scan(variant, x)`` if it has a use; its result is visible to the whole CTA."""
+    """Runs ``scan(variant, x)`` if it is of use; its result is visible to the whole CTA."""
     if const_expr(variant.is_general):
         if dense_mask.narrows(x.scalars):
             if cute.arch.thread_idx()[0] == 0:

@@ -1,24 +1,24 @@
-"""Instructions of arithmetic that the compiler would not choose by itself."""
+"""Arithmetic instructions that the compiler would not choose by itself."""
 
 from cutlass import Float32, Int32, cute
 
 
 def max3(a: Float32, b: Float32, c: Float32) -> Float32:
-    """The largest of three."""
+    """The largest of three numbers."""
     return cute.arch.inline_ptx(
         "max.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
     )
 
 
 def minus(a: Float32, b: Float32) -> Float32:
-    """``a - b``, never made one instruction with the product that ``a`` may be."""
+    """``a - b``, which the compiler cannot fuse with a product that ``a`` comes from."""
     return cute.arch.inline_ptx(
         "sub.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )
 
 
 def floor(a: Float32) -> Float32:
-    """The largest integer not above ``a``, computed where this is called: never before a loop."""
+    """The largest integer not above ``a``, computed at the call: never hoisted out of a loop."""
     return cute.arch.inline_ptx(
         "cvt.rmi.f32.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[a]
     )
@@ -34,14 +34,14 @@ def fma_saturated(a: Float32, b: Float32, c: Float32) -> Float32:
 
 
 def bits_from(first: Int32) -> Int32:
-    """The word in which all bits from number ``first`` >= 0 on are set; 0 from 32 on."""
+    """A word with all bits from number ``first`` >= 0 on set; 0 if ``first`` is 32 or more."""
     return cute.arch.inline_ptx(
         "shl.b32 {$w0}, -1, {$r0};", write_only_types=[Int32], read_only_args=[first]
     )
 
 
 def add_to_exponent(value: Float32, whole: Float32) -> Float32:
-    """``value`` times two to the integer in the low bits of ``whole``'s representation."""
+    """``value`` times 2 ** n, where the low bits of ``whole``'s representation hold n."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 shifted; shl.b32 shifted, {$r1}, 23; add.s32 {$w0}, {$r0}, shifted; }",
         write_only_types=[Float32],

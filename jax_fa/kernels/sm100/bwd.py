@@ -14,8 +14,8 @@ A lane of tensor memory, from left to right (D = 96):
     |P0      |P1      |             |dS0     |dS1     |             |
                                     |  dQ(t)      |
 
-A pair of CTAs (``bwd_pair.py``) has dQ over S, since dS changes hands before dQ, one stage in each
-ring, and rings for halves by columns too, written with a c (k_columns, q_columns, dout_columns):
+A pair of CTAs (``bwd_pair.py``) exchanges dS before dQ, so dQ overwrites S. Its rings have one
+stage, and halves by columns have their own, marked c (k_columns, q_columns, dout_columns):
 
     load    k q(n) v dO(n) dOc(n) kc | q(n-1) qc(n) dO(n-1) dOc(n-1) | ...
     mma     S dP(n) dV(n) | S(n-1) dK dP dQ(n) dV(n-1) | S(n-2) dK dP dQ(n-1) ... | dK dQ(0)
@@ -26,10 +26,10 @@ ring, and rings for halves by columns too, written with a c (k_columns, q_column
     |  S^T(t)         |  dV            |  dP^T(t)        |  dK            |
     |P0 |P1 |  dQ(t)  |                |dS0     |dS1     |                |
 
-The exponentials of a query tile run beside products of the tile before. This file has the host
-entry, memory and the dispatch of roles. The roles load and mma are in ``bwd_roles.py`` (of two
-sweeps, in ``bwd_sweeps.py``, of a pair, in ``bwd_pair.py``), compute in ``bwd_compute.py``, reduce
-in ``bwd_reduce.py``; roles, edges and memory as data in ``plan_bwd.py``. Conventions:
+The exponentials of a query tile overlap with products of the previous tile. This file has the host
+entry, the memory and the dispatch of roles. The roles load and mma are in ``bwd_roles.py`` (for two
+sweeps ``bwd_sweeps.py``, for a pair ``bwd_pair.py``), compute in ``bwd_compute.py``, reduce in
+``bwd_reduce.py``. ``plan_bwd.py`` has roles, edges and memory as data. Conventions:
 ``jax_fa/spec/problem.py``.
 """
 
@@ -65,7 +65,7 @@ from jax_fa.spec.config_sm100 import BlackwellBackward
 from jax_fa.spec.key import KernelKey
 
 TMEM_ROLE = "reduce"
-"""Allocates and frees tensor memory."""
+"""The role that allocates and frees tensor memory."""
 
 
 @cute.kernel
@@ -81,7 +81,7 @@ def kernel(
     """Device entry: shared and tensor memory, pipelines, dispatch of roles."""
     layouts, dtype, is_pair = make_layouts(variant), variant.dtype, variant.plan.ctas == 2
     is_swept_once = variant.config.sweeps == 1
-    # Else values lie where dO was.
+    # With two sweeps, the values overwrite dO.
     v_elements = cute.cosize(layouts.v) if const_expr(is_swept_once) else 0
     by_columns = {name: getattr(layouts, name) for name in COLUMN_HALVES if is_pair}
     of_k_columns, of_q_columns, of_dout_columns = (
@@ -128,7 +128,7 @@ def kernel(
 
 
 class Roles(NamedTuple):
-    """The roles load and mma, which differ between kernels, and the bundles of their ends."""
+    """The roles load and mma, which differ between kernels, and the types of their ends."""
 
     load: Callable
     load_pipes: type
@@ -154,9 +154,9 @@ def _roles(variant: BackwardVariant) -> Roles:
 
 @cute.jit
 def _dispatch(variant: cutlass.Constexpr, x: BackwardContext, warp: Int32, ends: shell.AllEnds):
-    """Sends every warp to its role, with the registers and the ends of edges that it has."""
+    """Sends every warp to its role, with the registers and the ends of edges that the role has."""
     plan, first = variant.plan, {role.name: role.warps.start for role in variant.plan.roles}
-    # setmaxnreg works on warpgroups: the four single warps share a value.
+    # setmaxnreg works on whole warpgroups, so the four single warps share a register count.
     if warp < first["mma"]:
         if warp < first["compute"]:
             cute.arch.setmaxregister_increase(plan.role("reduce").registers)

@@ -1,6 +1,6 @@
-"""Blackwell backward: the role compute, which turns S into P, dP into dS. ``bwd.py`` pictures it.
+"""Blackwell backward: the role compute, which turns S into P and dP into dS.
 
-Roles, edges and memory: ``plan_bwd.py``.
+The schedule of all roles: ``bwd.py``. Roles, edges and memory: ``plan_bwd.py``.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from jax_fa.spec.division import WORD_KEYS
 CHUNK = WORD_KEYS
 """Columns of S that a thread masks and turns into P at a time."""
 DS_CHUNK = 16
-"""Columns of dP that a thread turns into dS at a time; twice as many spill, beside 64 of P."""
+"""Columns of dP that a thread turns into dS at a time; twice as many, beside 64 of P, spill."""
 GRADIENT_COLUMNS = 16
 """Columns of dK or dV that a thread has in registers at a time."""
 STATS_AT_ONCE = 4
@@ -49,11 +49,11 @@ class ComputePipes(NamedTuple):
     stats: PipelineConsumer
     dv: PipelineConsumer
     dk: PipelineConsumer
-    half: PipelineProducer | None = None  # of a pair
+    half: PipelineProducer | None = None  # only in a pair
 
 
 class ComputeEnds(NamedTuple):
-    """Those of ``ComputePipes`` that advance with every query tile."""
+    """The ends of ``ComputePipes`` that advance with every query tile."""
 
     s: PipelineConsumer
     p: PipelineProducer
@@ -66,14 +66,14 @@ class Lane(NamedTuple):
     """The share of one thread: a key of the tile, and half the queries of each query tile.
 
     Attributes:
-        row: the key's, in the tile; a lane of tensor memory.
+        row: the number of the key among this CTA's 128, and its lane of tensor memory.
         first_query: 0, or ``config.half_q``.
         s: loads of S, 32 columns at a time.
-        p: stores of P, as many at a time, two to a word.
+        p: stores of P, 32 columns at a time, two to a word.
         dp: loads of dP, 16 columns at a time.
-        ds: stores of dS, as many at a time, two to a word.
-        ds_part: in a pair, the part of ``BackwardSmem.ds_parts`` that takes dS.
-        half: in a pair, the end of the edge by which dS is sent.
+        ds: stores of dS, 16 columns at a time, two to a word.
+        ds_part: in a pair, the part of ``BackwardSmem.ds_parts`` that dS is written to.
+        half: in a pair, the end of the edge by which dS is sent to the other CTA.
     """
 
     row: Int32
@@ -109,7 +109,7 @@ def _make_lane(
 
 
 def _own_words(variant: BackwardVariant, x: BackwardContext, name: str, half: Int32) -> cute.Tensor:
-    """A half of P or dS in tensor memory."""
+    """The half ``half`` of P or dS in tensor memory."""
     first, second = (variant.plan.columns(f"{name}{i}") for i in range(2))
     own = x.tmem + half * (second.start - first.start)
     return umma.tmem_rows(own, first.start, first.cols)
@@ -117,12 +117,12 @@ def _own_words(variant: BackwardVariant, x: BackwardContext, name: str, half: In
 
 @cute.jit
 def compute(variant: cutlass.Constexpr, x: BackwardContext, pipes: ComputePipes):
-    """S -> P, dP -> dS of every query tile; at the end writes dK, dV. Eight warps.
+    """Turns S into P and dP into dS for every query tile, then writes dK and dV. Eight warps.
 
-    A thread has one key, and half the queries of each tile.
+    Each thread has one key, and half the queries of each query tile.
 
-    waits   s, dp, dv, dk full (mma), stats full (load)
-    signals p, ds full, dv, dk empty (mma), stats empty (load)
+    waits   s, dp, dv, dk full (mma), stats full (load); in a pair, ds empty (mma)
+    signals p, ds full, dv, dk empty (mma), stats empty (load); in a pair, half full (relay)
     """
     lane = _make_lane(variant, x, pipes.half)
     ends = ComputeEnds(pipes.s, pipes.p, pipes.dp, pipes.ds, pipes.stats)
@@ -153,7 +153,7 @@ def _sweep(
     work: Work,
     ends: ComputeEnds,
 ) -> ComputeEnds:
-    """Makes P ("p"), dS ("ds") or both ("p ds") of every query tile; returns the advanced ends."""
+    """Computes P ("p"), dS ("ds") or both ("p ds") of every query tile; returns advanced ends."""
     start, full_start, full_end, end = work.blocks
     leading = end - full_end if work.stride < 0 else full_start - start
     leading, full = leading * work.num_heads, (full_end - full_start) * work.num_heads
@@ -161,11 +161,11 @@ def _sweep(
         leading, full = work.num_steps, Int32(0)
     if const_expr(variant.is_general):
         if dense_mask.is_present(x.scalars.mask):
-            # It hides here and there: the first of the loops below takes all of its blocks.
+            # It may hide any key: the first of the loops below, which masks, takes all blocks.
             leading, full = work.num_steps, Int32(0)
     at = first_step(work, Int32(0))
-    # Loops of their own: if one loop asked each tile whether to mask it, the compiler would issue
-    # the instructions of the mask under a predicate for all of them.
+    # Separate loops: if one loop tested whether to mask each query tile, the compiler would issue
+    # the instructions of the mask, predicated, for all of them.
     for _ in cutlass.range(leading, unroll=1):
         ends = _step(variant, made, True, x, lane, work, at, ends)
         at = next_step(variant, x, work, at)
@@ -190,21 +190,21 @@ def _step(
     at: Step,
     ends: ComputeEnds,
 ) -> ComputeEnds:
-    """Makes P and dS of a query tile, or one of them, as ``_sweep``; returns the advanced ends."""
+    """Computes P, dS or both of a query tile, as ``_sweep`` does; returns advanced ends."""
     s, p, dp, ds, stats = ends
     half_q = variant.config.half_q
     rS = lane.s.whole_row()  # (half_q)
     stats_full = stats.wait_and_advance()
     s.wait_and_advance()
     umma.after_thread_sync()
-    # In the first of two sweeps, S takes its own columns and those of dP in turn.
+    # In the first of two sweeps, S alternates between its own columns and those of dP.
     shift = 0
     if const_expr(made == "p"):
         shift = at.parity * (variant.plan.columns("dp").start - variant.plan.columns("s").start)
     cute.copy(lane.s.copy, _shifted(lane.s.tmem, shift), rS)
     cute.arch.fence_view_async_tmem_load()
     if const_expr(variant.p_moves):
-        # HAZARD: P of the second warpgroup goes where S of the first one was.
+        # HAZARD: P of the second warpgroup overwrites S of the first, which must have been read.
         umma.before_thread_sync()
         primitives.meet(variant, "read")
         umma.after_thread_sync()
@@ -248,8 +248,8 @@ def _step(
             for j in cutlass.range_constexpr(len(pieces)):
                 row = x.smem.ds_parts[lane.row, None, lane.ds_part]
                 umma.copy_row(pieces[j], row, j * DS_CHUNK)
-        # HAZARD: dS in smem was written through the generic proxy, the tensor core reads through
-        # the async one; in tensor memory, stores are not complete until waited for.
+        # HAZARD: dS in smem was written through the generic proxy, but the tensor core reads it
+        # through the async proxy; stores to tensor memory are not complete until waited for.
         cute.arch.fence_view_async_shared()
         cute.arch.fence_view_async_tmem_store()
         umma.before_thread_sync()
@@ -262,14 +262,14 @@ def _step(
 
 
 def _shifted(tensor: cute.Tensor, columns: Int32 | int) -> cute.Tensor:
-    """``tensor``, which is in tensor memory, some columns further on."""
+    """``tensor``, a view of tensor memory, moved by ``columns`` columns."""
     if isinstance(columns, int) and columns == 0:
         return tensor
     return cute.make_tensor(tensor.iterator + columns, tensor.layout)
 
 
 def _four_stats(lane: Lane, stats: cute.Tensor, first: int) -> cute.Tensor:
-    """Statistics of four of this thread's queries; all lanes of a warp read the same."""
+    """Statistics of four of this thread's queries; all lanes of a warp read the same four."""
     four = cute.make_rmem_tensor((STATS_AT_ONCE,), Float32)
     place = lane.first_query // STATS_AT_ONCE + first // STATS_AT_ONCE
     cute.autovec_copy(cute.local_tile(stats, (STATS_AT_ONCE,), (place,)), four)
@@ -286,9 +286,9 @@ def _exponentiate(
     first: int,
     words: cute.Tensor | None,
 ):
-    """Makes P of 32 queries from ``first`` on, into ``words`` for tensor memory.
+    """Computes P of 32 queries from ``first`` on, into ``words`` for tensor memory if given.
 
-    ``scores`` then hold the factor of dP: P and, where scores are capped, the slope of the cap.
+    Replaces ``scores`` by the factor of dP - delta: P, times the slope of the cap if there is one.
     """
     p = cute.make_rmem_tensor((CHUNK,), Float32)
     scale = (-x.scalars.score_log2, -x.scalars.score_log2)
@@ -304,7 +304,7 @@ def _exponentiate(
         primitives.narrow(p, cute.recast_tensor(words, variant.dtype))
     for i in cutlass.range_constexpr(CHUNK):
         if const_expr(variant.key.has_soft_cap):
-            # Masked scores are -inf here: their slope is to be 0, for 0 * inf is not.
+            # Masked scores are -inf here: their slope has to be 0, since 0 * inf is NaN.
             slope = cute.arch.fmax(1.0 - scores[i] * scores[i], 0.0)
             scores[i] = p[i] * slope
         else:
@@ -320,7 +320,7 @@ def _differentiate(
     delta: cute.Tensor,
     first: int,
 ) -> cute.Tensor:
-    """Words of dS = P (dP - delta) of 16 queries from ``first`` on."""
+    """Returns the words of dS = P (dP - delta) of 16 queries from ``first`` on."""
     words = lane.ds.piece()  # (8)
     for i in cutlass.range_constexpr(0, DS_CHUNK, STATS_AT_ONCE):
         four = _four_stats(lane, delta, first + i)
@@ -344,7 +344,7 @@ def _mask(
     at: Step,
     first: int,
 ):
-    """Hides this thread's key from those of 32 queries, ``first`` on, that may not see it."""
+    """Hides this thread's key from each of 32 queries, from ``first`` on, that may not see it."""
     window = work.window
     number = first_key(variant, work.tile) + lane.row
     first_row = at.q_block * variant.config.block_q + lane.first_query + first
@@ -356,7 +356,7 @@ def _mask(
             present = cutlass.min(number, window.kv_len - 1)
             present += work.tile.batch * x.scalars.sequences.rows.own + work.kv_start
             segment = tiles.element(x.scalars.kv_segments, present)
-            # Beyond the last query nothing may be read; those are invisible anyway.
+            # Ids beyond the last query may not be read; such queries see nothing anyway.
             query = cutlass.min(first_row, window.q_len - 1)
             ids = work.tile.batch * x.scalars.sequences.rows.swept + work.q_start + query
             ids, last = x.scalars.q_segments + ids, window.q_len - 1 - query
@@ -378,9 +378,9 @@ def _write_gradient(
     name: cutlass.Constexpr[str],
     end: PipelineConsumer,
 ) -> PipelineConsumer:
-    """Writes this thread's half of its key's row of "dk" or "dv", or of a part of a group's share.
+    """Writes this thread's half of its key's row of "dk" or "dv", or of a part's sums for it.
 
-    Returns the advanced ``end`` of that edge.
+    Returns the advanced ``end`` of the edge ``name``.
     """
     columns = variant.plan.columns(name)
     own = columns.cols // 2
@@ -422,7 +422,7 @@ def _put_gradient(
     values: cute.Tensor,
     first: Int32,
 ):
-    """Writes some columns, ``first`` on, of a key's row."""
+    """Writes ``values`` to columns of a key's row, from column ``first`` on."""
     array = x.arrays.dk if const_expr(name == "dk") else x.arrays.dv
     number, left = first_key(variant, work.tile) + lane.row, cute.size(array, mode=[1]) - first
     if number < work.kv_slot:
@@ -442,7 +442,7 @@ def _put_gradient(
 
 @cute.jit
 def _write(address: Int64, values: cute.Tensor, num_columns: Int32):
-    """Stores registers to so many columns of global memory, 16 bytes at a time."""
+    """Stores registers to at most ``num_columns`` of global memory, 16 bytes at a time."""
     count = backward_rows.VECTOR_BYTES * 8 // values.element_type.width
     for i in cutlass.range_constexpr(cute.size(values) // count):
         place = address + i * backward_rows.VECTOR_BYTES

@@ -1,4 +1,4 @@
-"""Instructions that only the Blackwell backward uses: bulk copies without a descriptor."""
+"""Instructions that only the Blackwell backward uses: they access another CTA's shared memory."""
 
 import cutlass
 from cutlass import Int32, cute
@@ -6,7 +6,7 @@ from cutlass import Int32, cute
 
 @cute.jit
 def complete_tx_of(rank: int, barrier: cute.Pointer, size_bytes: int) -> None:
-    """``complete_tx`` at the counterpart of ``barrier`` in CTA ``rank`` of the cluster."""
+    """Does ``complete_tx`` at the counterpart of ``barrier`` in CTA ``rank`` of the cluster."""
     cute.arch.fence_acq_rel_cluster()
     cute.arch.inline_ptx(
         "{ .reg .b32 barrier; mapa.shared::cluster.u32 barrier, {$r0}, {$r2}; "
@@ -23,9 +23,9 @@ def bulk_send(
     barrier: cute.Pointer,
     rank: Int32,
 ):
-    """Starts the copy of shared memory to that of CTA ``rank`` of the cluster.
+    """Starts a copy from this CTA's shared memory to that of CTA ``rank`` of the cluster.
 
-    ``target``, and ``barrier``, where the bytes count, are given by their counterparts in this CTA.
+    ``target``, and ``barrier``, which counts the bytes, are this CTA's counterparts of those meant.
     Called by a whole warp; addresses and size are multiples of 16 bytes.
     """
     with cute.arch.elect_one():

@@ -1,7 +1,7 @@
-"""Blackwell backward of a pair of CTAs: its roles load, mma and relay, and the sending of dS.
+"""Blackwell backward with a pair of CTAs: its roles load, mma and relay, and the sending of dS.
 
-What differs from one CTA, and why: Note [A pair of CTAs] in ``plan_bwd.py``. The roles compute and
-reduce are those of one CTA (``bwd_compute.py``, ``bwd_reduce.py``).
+How and why it differs from one CTA: Note [A pair of CTAs] in ``plan_bwd.py``. The roles compute and
+reduce are the same as for one CTA (``bwd_compute.py``, ``bwd_reduce.py``).
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ class PairLoadPipes(NamedTuple):
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: PairLoadPipes):
-    """Fetches this CTA's half of everything, in the order in which mma is done with it. One warp.
+    """Loads this CTA's half of each operand, in the order in which mma frees them. One warp.
 
     signals k, q, v, dout, dout_columns, k_columns, q_columns full (mma), stats full (compute)
     waits   all of them empty
@@ -95,7 +95,7 @@ def _load_keys(
     end: PipelineProducer,
     phase: Int32,
 ) -> Loaded:
-    """``load_keys`` into the next stage."""
+    """Does ``load_keys`` into the next stage of ``end``."""
     slot = end.acquire_and_advance()
     return Loaded(end, load_keys(variant, x, operand, work, slot, phase))
 
@@ -122,11 +122,11 @@ class PairMmaPipes(NamedTuple):
 
 @cute.jit
 def mma(variant: cutlass.Constexpr, x: BackwardContext, pipes: PairMmaPipes):
-    """Issues all products of every query tile, for both CTAs. One warp of the first.
+    """Issues all products of every query tile, for both CTAs. One warp of the first CTA.
 
     waits   k, q, v, dout, dout_columns, k_columns, q_columns full (load), p, ds full (compute),
             halves full (relay), dv, dk empty (compute), dq empty (reduce)
-    signals s, dp, dv, dk full, ds empty (compute), dq full (reduce), what load waits for
+    signals s, dp, dv, dk full, ds empty (compute), dq full (reduce), all that load waits for
     """
     products = make_products(variant, x)
     tile = tile_at(variant, x, Int32(0))
@@ -141,7 +141,7 @@ def mma(variant: cutlass.Constexpr, x: BackwardContext, pipes: PairMmaPipes):
 def _sweep(products: BackwardProducts, num_steps: Int32, pipes: PairMmaPipes) -> PairMmaPipes:
     """Issues S dP dV, then (S' dK dP' dQ dV') per query tile, then dK dQ; returns advanced ends.
 
-    While dS changes hands, the tensor core has dK and dP' to do.
+    While the CTAs exchange dS, the tensor core computes dK and dP'.
     """
     k, q, v, dout, dout_columns, k_columns, q_columns, s, p, dp, ds, halves, dq, dv, dk = pipes
     k_full = k.wait_and_advance()
@@ -191,9 +191,9 @@ def _multiply_freed(
     accumulate: Boolean | bool,
     result: Any = None,
 ) -> PipelineConsumer:
-    """Issues a product, the only one that reads its B; the advanced ``end`` that guards it.
+    """Issues a product, the only reader of its B; returns ``end``, which guards B, advanced.
 
-    ``result`` announces a sum that is complete at once.
+    ``result``, if given, announces the sum, which this product alone completes.
     """
     full = end.wait_and_advance()
     multiply(product, accumulate, full.index)
@@ -214,7 +214,7 @@ class SEnds(NamedTuple):
 def _multiply_s(
     product: Product, s: PipelineProducer, q: PipelineConsumer, dq: PipelineProducer
 ) -> SEnds:
-    """Issues S, once dQ in its place is in registers."""
+    """Issues S, once the dQ that occupies its columns is in registers."""
     dq.acquire()
     umma.after_thread_sync()
     return SEnds(_multiply_freed(product, q, False, s), dq)
@@ -222,7 +222,7 @@ def _multiply_s(
 
 @cute.jit
 def _multiply_dq(product: Product, ds_full, dq: PipelineProducer) -> PipelineProducer:
-    """Issues dQ, which frees both CTAs' dS; the advanced ``dq``."""
+    """Issues dQ, which frees both CTAs' dS when it retires; returns the advanced ``dq``."""
     multiply(product, False)
     ds_full.release()
     dq.commit()
@@ -239,7 +239,7 @@ class RelayPipes(NamedTuple):
 
 @cute.jit
 def relay(variant: cutlass.Constexpr, x: BackwardContext, pipes: RelayPipes):
-    """Tells the first CTA that the other's half of dS has come here. One warp.
+    """Tells the first CTA when the half of dS that this CTA receives has arrived. One warp.
 
     waits   half full (compute of the other CTA)     signals halves full (mma)
     """
@@ -268,9 +268,9 @@ def part_of_ds(variant: cutlass.Constexpr, first_query: Int32) -> Int32:
 def send_ds(variant: cutlass.Constexpr, x: BackwardContext, part: Int32, half: PipelineProducer):
     """Sends ds_out, if that is what this warpgroup wrote, to the other CTA's ds.
 
-    Every thread has fenced what it wrote. The bytes that come from there in turn are announced
-    here: they may arrive before that, but not before the phase of the last ones is over, since
-    those were multiplied (edge ds, "empty") before the other CTA wrote these.
+    Every thread has fenced its writes. ``acquire`` announces the bytes that the other CTA sends
+    here. They may arrive before that, but not before the previous phase is over: the other CTA
+    writes them only after the previous dS has been multiplied (edge ds, "empty").
     """
     ctas = variant.plan.ctas
     size_bytes = variant.plan.edge("half").stage_bytes

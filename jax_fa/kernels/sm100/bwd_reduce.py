@@ -29,7 +29,7 @@ from jax_fa.kernels.sm100.plan_bwd import REDUCE_STAGES, REDUCE_WARPS
 LOAD_COLUMNS = 32
 """Columns of dQ that a thread loads at a time."""
 MOST_DQ_COLUMNS = 128
-"""Columns of dQ that the role has room for in registers."""
+"""The most columns of dQ that a thread has room for in registers."""
 
 
 class ReducePipes(NamedTuple):
@@ -40,7 +40,7 @@ class ReducePipes(NamedTuple):
 
 @cute.jit
 def reduce(variant: cutlass.Constexpr, x: BackwardContext, pipes: ReducePipes):
-    """Adds dQ of every query tile to the sums in global memory. Four warps, 32 queries each.
+    """Adds dQ of every query tile to the sums in global memory. Four warps, 32 lanes each.
 
     waits   dq full (mma)     signals dq empty (mma)
     """
@@ -58,7 +58,7 @@ def reduce(variant: cutlass.Constexpr, x: BackwardContext, pipes: ReducePipes):
                 dq = _reduce_tile(variant, False, x, work, at, dq)
                 at = next_step(variant, x, work, at)
         tile = tile_at(variant, x, tile.slot + 1)
-    # HAZARD: the CTA may not end, and its shared memory go, before all of it has been added.
+    # HAZARD: the CTA may not end, and free its shared memory, before all of dQ is added.
     cute.arch.cp_async_bulk_wait_group(0)
 
 
@@ -71,13 +71,13 @@ def _reduce_tile(
     at: Step,
     dq: PipelineConsumer,
 ) -> PipelineConsumer:
-    """Adds this warp's lanes of dQ of a query tile; returns the advanced end of dq."""
+    """Adds this warp's lanes of a query tile's dQ; returns the advanced end of the edge dq."""
     config, head_dim = variant.config, variant.key.head_dim
     thread, lane = cute.arch.thread_idx()[0] % edges.WARPGROUP, cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(thread // edges.WARP)
     columns = variant.plan.columns("dq")
     at_once = columns.cols if const_expr(columns.cols <= MOST_DQ_COLUMNS) else config.reduce_columns
-    # Of dQ transposed, all rows that there are; the columns beyond those are another 128 rows.
+    # Transposed dQ has block_q columns; those of tmem beyond them hold its next 128 rows.
     width = head_dim if const_expr(variant.dq_order == "rows") else config.block_q
     full = dq.wait_and_advance()
     umma.after_thread_sync()
@@ -100,7 +100,7 @@ def _reduce_tile(
         if const_expr(deterministic and j == 0):
             await_turn(variant, x, work, at, REDUCE_WARPS * variant.plan.ctas)
         stage = j % REDUCE_STAGES
-        # The piece before last was in the same place; the last one may still be on its way.
+        # The piece before the previous one used this stage; the previous may still be in flight.
         cute.arch.cp_async_bulk_wait_group(REDUCE_STAGES - 1, read=True)
         cute.arch.sync_warp()
         sPiece = x.smem.dq[None, None, None, stage, warp]
@@ -109,8 +109,8 @@ def _reduce_tile(
             for column in cutlass.range_constexpr(backward_rows.FLOATS):
                 four[column] = rDq[first % at_once + i * backward_rows.FLOATS + column]
             cute.autovec_copy(four, sPiece[None, lane, i])
-        # HAZARD: these stores went through the generic proxy, the addition reads through the async
-        # one.
+        # HAZARD: these stores went through the generic proxy, but the bulk addition reads through
+        # the async proxy.
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         rows, column = first // width * REDUCE_WARPS + warp, first % width
@@ -128,8 +128,8 @@ def _reduce_tile(
 
 @cute.jit
 def _pass_turn(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: Step):
-    """Lets the next key block add after this warp: Note [Turns] in ``backward_work.py``."""
-    # HAZARD: all that was added must be there, not only on its way, before the next one's turn.
+    """Signals that this warp has added its part: Note [Turns] in ``backward_work.py``."""
+    # HAZARD: all additions must be complete, not only in flight, before the next block's turn.
     cute.arch.cp_async_bulk_wait_group(0)
     cute.arch.sync_warp()
     cute.arch.fence_acq_rel_gpu()
@@ -140,8 +140,8 @@ class Place(NamedTuple):
     """A place in a query tile's dQ.
 
     Attributes:
-        rows: number of 32 rows.
-        column: in these.
+        rows: index of a block of 32 rows.
+        column: column in these rows.
     """
 
     rows: Int32
@@ -149,7 +149,7 @@ class Place(NamedTuple):
 
 
 def _place_in_pair(variant: BackwardVariant, warp: Int32, column: int) -> Place:
-    """The place of ``column`` of a warp of a pair; two warps share 32 of the CTA's 64 rows.
+    """The place of a warp's ``column`` in a pair; two warps share 32 of the CTA's 64 rows.
 
     Note [dQ overwrites half of S].
     """
@@ -160,7 +160,7 @@ def _place_in_pair(variant: BackwardVariant, warp: Int32, column: int) -> Place:
 
 
 def _sums_of(variant: BackwardVariant, x: BackwardContext, row: Int32, head: Int32) -> cute.Tensor:
-    """(4, block_q * D / 4) sums of dQ of the query tile at ``row`` of ``Scratch``."""
+    """The (4, block_q * D / 4) sums of dQ of the query tile at ``row`` of ``Scratch``."""
     fours = variant.key.head_dim // backward_rows.FLOATS
     sums = cute.domain_offset((0, row * fours), x.scratch.dq_sum[None, None, head])
     layout = cute.make_layout((backward_rows.FLOATS, variant.config.block_q * fours))

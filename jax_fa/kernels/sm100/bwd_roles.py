@@ -1,7 +1,7 @@
-"""Blackwell backward of one CTA and one sweep: its roles load and mma.
+"""Blackwell backward with one CTA and one sweep: its roles load and mma.
 
-The roles compute and reduce are in ``bwd_compute.py`` and ``bwd_reduce.py``. Every role walks the
-same tiles and query tiles in the same order by itself. Roles, edges and memory: ``plan_bwd.py``.
+The roles compute and reduce are in ``bwd_compute.py`` and ``bwd_reduce.py``. Each role iterates
+over the same tiles and query tiles in the same order. Roles, edges and memory: ``plan_bwd.py``.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class OneSweepLoadPipes(NamedTuple):
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: OneSweepLoadPipes):
-    """Fetches a tile's keys and values, and all that passes by them. One warp.
+    """Loads the keys and values of each tile, and q and dO of its query tiles. One warp.
 
     signals k, v, q, dout full (mma), stats full (compute)     waits   all of them empty
     """
@@ -110,7 +110,7 @@ def mma(variant: cutlass.Constexpr, x: BackwardContext, pipes: OneSweepMmaPipes)
 
 
 class OneSweepMmaEnds(NamedTuple):
-    """Those of ``OneSweepMmaPipes`` that advance with every query tile, and v."""
+    """The ends of ``OneSweepMmaPipes`` that advance with every query tile, and v."""
 
     v: PipelineConsumer
     q: PipelineConsumer
@@ -130,8 +130,8 @@ def _sweep(
 ) -> OneSweepMmaEnds:
     """Issues S dP dV, then (S' dK dQ dP' dV') per query tile, then dK dQ; returns advanced ends.
 
-    A query tile's exponentials run beside dK and dQ of the tile before, its dS beside dV and the
-    next S.
+    A query tile's exponentials overlap with dK and dQ of the previous tile, the computation of its
+    dS with dV and the next S.
     """
     v, q, dout, p, ds, dq = ends
     q_full = q.wait_and_advance()
@@ -205,7 +205,7 @@ def _multiply_dp_dv(
     p: PipelineConsumer,
     dq: PipelineProducer,
 ) -> DpDvEnds:
-    """Issues dP and, once P is there, dV of a query tile."""
+    """Issues dP and, once P is ready, dV of a query tile."""
     dout_full = dout.wait_and_advance()
     if const_expr(dq_overlays(variant.key) == "dp"):
         dq.acquire()
@@ -235,7 +235,7 @@ def _multiply_dk_dq(
     ds: PipelineConsumer,
     dq: PipelineProducer,
 ) -> DkDqEnds:
-    """Issues dK and dQ of a query tile, once dS is there."""
+    """Issues dK and dQ of a query tile, once dS is ready."""
     ds.wait_and_advance()
     umma.after_thread_sync()
     multiply(products.dk, accumulate, q_full.index)

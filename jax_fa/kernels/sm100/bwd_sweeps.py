@@ -1,11 +1,11 @@
-"""Blackwell backward of two sweeps: its roles load and mma. Note [Two sweeps] in ``plan_bwd.py``.
+"""Blackwell backward with two sweeps: its roles load and mma. Note [Two sweeps] in ``plan_bwd.py``.
 
     load    k q(n) dO(n) | q(n-1) dO(n-1) | ... | q(0) dO(0)
             dO(n) q(n) v | dO(n-1) q(n-1) | ... | dO(0) q(0)
     mma     S(n) S(n-1) dV(n) | S(n-2) dV(n-1) | ... | S(0) dV(1) | dV(0)
             dP S(n) dK dQ(n) | dP S(n-1) dK dQ(n-1) | ... | dP S(0) dK dQ(0)
 
-The roles compute (``bwd_compute.py``) and reduce (``bwd_reduce.py``) are those of one sweep.
+The roles compute (``bwd_compute.py``) and reduce (``bwd_reduce.py``) are the same as for one sweep.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class TwoSweepLoadPipes(NamedTuple):
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: TwoSweepLoadPipes):
-    """Fetches a tile's keys and values, and what passes by them, twice. One warp.
+    """Loads the keys and values of each tile, and q and dO of its query tiles twice. One warp.
 
     signals k, q, dout full (mma), stats full (compute)     waits   all of them empty
     """
@@ -68,7 +68,7 @@ def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: TwoSweepLoadPipe
                 dout, phase = load_queries(variant, x, of_dout, work, at, dout, phase)
                 at = next_step(variant, x, work, at)
             at = first_step(work, Int32(0))
-            # What the ring of queries has room for comes before the values, which wait for dV.
+            # The ring of queries is filled before the values, whose stages dV still has to free.
             q, stats, phase = _load_both(variant, x, work, at, q, stats, phase)
             for half in cutlass.range_constexpr(VALUE_HALVES):
                 slot = dout.acquire_and_advance()
@@ -93,7 +93,7 @@ def _load_both(
     stats: PipelineProducer,
     phase: Int32,
 ) -> LoadedWithStats:
-    """Loads dO, then queries with their statistics, into the ring of queries."""
+    """Loads dO, then q with its statistics; dO and q go into the ring of queries."""
     of_q = operand_of(x, "q")
     of_dout = operand_of(x, "dout")._replace(ring=of_q.ring)
     q, phase = load_queries(variant, x, of_dout, work, at, q, phase)
@@ -139,7 +139,7 @@ def mma(variant: cutlass.Constexpr, x: BackwardContext, pipes: TwoSweepMmaPipes)
 
 
 class TwoSweepMmaEnds(NamedTuple):
-    """Those of ``TwoSweepMmaPipes`` that advance with every query tile."""
+    """The ends of ``TwoSweepMmaPipes`` that advance with every query tile."""
 
     q: PipelineConsumer
     dout: PipelineConsumer
@@ -159,7 +159,7 @@ def _sweep_for_dv(
 ) -> TwoSweepMmaEnds:
     """Issues S, then (S' dV) per query tile, then dV; returns advanced ends.
 
-    A query tile's exponentials run beside S of the next and dV of the one before.
+    A query tile's exponentials overlap with S of the next and dV of the previous tile.
     """
     q, dout, s, p, ds, dq = ends
     q, s = _multiply_s(variant, products, Int32(0), q, s)
@@ -177,7 +177,7 @@ def _sweep_for_dv(
 
 
 def _s_columns(variant: BackwardVariant) -> int:
-    """The columns from S to dP, in whose place S of every other query tile is."""
+    """The distance from S to dP, whose columns S of every other tile takes in the first sweep."""
     return variant.plan.columns("dp").start - variant.plan.columns("s").start
 
 
@@ -246,7 +246,7 @@ def _sweep_for_dk(
 
 @cute.jit
 def _multiply_dp(product: Product, dout_stage: Int32, first_half: Int32, second_half: Int32):
-    """Issues dP; dO and the halves of the values are in these stages of their rings."""
+    """Issues dP of dO and the halves of the values, each in the given stage of its ring."""
     mma, acc, a, b = product
     dout = b[None, None, None, dout_stage]
     slabs = cute.size(a, mode=[2])

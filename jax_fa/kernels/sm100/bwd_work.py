@@ -1,4 +1,4 @@
-"""Shared by the roles of the Blackwell backward: bundles, layouts, loads, products."""
+"""What the roles of the Blackwell backward share: bundles, layouts, loads, products."""
 
 from typing import Any, NamedTuple
 
@@ -32,17 +32,17 @@ class BackwardVariant(NamedTuple):
 
     @property
     def is_general(self) -> bool:
-        """Everything that can hide a key may be there."""
+        """Whether anything that can hide a key may be present."""
         return self.key.mask == "general"
 
     @property
     def p_moves(self) -> bool:
-        """P of the second warpgroup of the role compute lies over S of the first."""
+        """Whether P of the second warpgroup of the role compute overwrites S of the first."""
         return any(barrier.name == "read" for barrier in self.plan.barriers)
 
     @property
     def dq_order(self) -> str:
-        """Order of the sums of dQ (``backward_rows``)."""
+        """The order of the sums of dQ in memory (``backward_rows``)."""
         return "rows" if self.config.sweeps == 1 else "columns"
 
     @property
@@ -52,17 +52,17 @@ class BackwardVariant(NamedTuple):
 
 
 COLUMN_HALVES = ("k_columns", "q_columns", "dout_columns")
-"""Operands of which the CTAs of a pair have halves by columns; of others, by rows."""
+"""Operands whose columns the CTAs of a pair divide between them; of the others, the rows."""
 
 
 class BackwardLayouts(NamedTuple):
-    """Shared memory layouts; the last four are of a pair of CTAs."""
+    """Shared memory layouts; only a pair of CTAs has the last four."""
 
     k: cute.ComposedLayout  # (128, D)
-    v: cute.ComposedLayout  # (128, Dv); of two sweeps, of either half: (128, Dv / 2, 2)
+    v: cute.ComposedLayout  # (128, Dv); with two sweeps, two halves: (128, Dv / 2, 2)
     q: cute.ComposedLayout  # (block_q / ctas, D, q_stages)
     dout: cute.ComposedLayout  # (block_q / ctas, Dv, dout_stages)
-    ds: cute.ComposedLayout  # (128 keys, block_q), of a pair (256 keys, 64 queries)
+    ds: cute.ComposedLayout  # (128 keys, block_q); in a pair (256 keys, 64 queries)
     dq: cute.Layout  # (4, lane, reduce_columns / 4, stage, warp), as in ``Scratch.dq_sum``
     stats: cute.Layout  # (block_q, {lse2, delta}, stages)
     k_columns: cute.ComposedLayout | None = None  # (256, D / 2)
@@ -99,7 +99,7 @@ def make_layouts(variant: BackwardVariant) -> BackwardLayouts:
 
 
 class BackwardSmem(NamedTuple):
-    """Shared memory, as in ``BackwardLayouts``; the last four are of a pair."""
+    """Shared memory, laid out by ``BackwardLayouts``; only a pair has the last four."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -108,7 +108,7 @@ class BackwardSmem(NamedTuple):
     ds: cute.Tensor
     dq: cute.Tensor
     stats: cute.Tensor
-    zero_fill: cute.Pointer  # one mbarrier, of loads whose last rows become zero
+    zero_fill: cute.Pointer  # one mbarrier, for loads whose last rows are zeroed
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
     k_columns: Any = None
     q_columns: Any = None
@@ -126,11 +126,11 @@ class BackwardContext(NamedTuple):
     order: tiles.Order
     smem: BackwardSmem
     tmem: cute.Pointer
-    lone_tma: Tma | None = None  # of a pair: counts at this CTA's barriers, not at the first's
+    lone_tma: Tma | None = None  # in a pair: counts at this CTA's barriers, not the first's
 
 
 def first_key(variant: BackwardVariant, tile: tiles.Tile) -> Int32:
-    """Number in its sequence of this CTA's first key of a tile."""
+    """The position in the sequence of this CTA's first key of a tile."""
     ctas = variant.plan.ctas
     return (tile.block * ctas + clusters.rank_in_cluster(ctas)) * MMA_ROWS
 
@@ -139,14 +139,14 @@ def first_key(variant: BackwardVariant, tile: tiles.Tile) -> Int32:
 
 
 class Operand(NamedTuple):
-    """An operand that TMA brings, block by block.
+    """An operand that TMA loads block by block.
 
     Attributes:
         array: (rows, columns, heads, batches), as TMA sees them.
         tma: its descriptor.
-        lone_tma: of a pair, the descriptor that counts at this CTA's barriers.
+        lone_tma: in a pair, the descriptor that counts at this CTA's barriers.
         ring: (rows, columns, stages) of shared memory; with one stage, (rows, columns).
-        has_columns: the CTAs of a pair have halves of its columns; else of its rows.
+        has_columns: whether the CTAs of a pair divide its columns, instead of its rows.
     """
 
     array: cute.Tensor
@@ -157,7 +157,7 @@ class Operand(NamedTuple):
 
 
 def operand_of(x: BackwardContext, name: str) -> Operand:
-    """The operand ``name`` of the products, on its way to the ring of this name."""
+    """The operand ``name`` of the products, which is loaded into the ring of the same name."""
     lone_tma = None if x.lone_tma is None else getattr(x.lone_tma, name)
     array, tma, ring = (getattr(bundle, name) for bundle in (x.arrays, x.tma, x.smem))
     return Operand(array, tma, lone_tma, ring, name in COLUMN_HALVES)
@@ -167,9 +167,9 @@ class Block(NamedTuple):
     """A block of a sequence.
 
     Attributes:
-        rows: (rows, columns), from the first of the sequence on.
-        number: of the block.
-        length: rows that the sequence uses.
+        rows: (rows, columns), from the first row of the sequence on.
+        number: index of the block in the sequence.
+        length: number of rows that the sequence uses.
     """
 
     rows: cute.Tensor
@@ -186,7 +186,7 @@ def load_keys(
     slot: Any,
     phase: Int32,
 ) -> Int32:
-    """Loads the tile's keys or values into the stage ``slot``; of a pair, this CTA's half.
+    """Loads the tile's keys or values into the stage ``slot``; in a pair, this CTA's half.
 
     Returns the next phase of the barrier ``zero_fill``.
     """
@@ -200,8 +200,8 @@ class Loaded(NamedTuple):
     """The results of a load.
 
     Attributes:
-        end: of the operand's edge, advanced.
-        phase: the next one of the barrier ``zero_fill``.
+        end: the advanced end of the operand's edge.
+        phase: the next phase of the barrier ``zero_fill``.
     """
 
     end: PipelineProducer
@@ -218,7 +218,7 @@ def load_queries(
     end: PipelineProducer,
     phase: Int32,
 ) -> Loaded:
-    """Loads the rows of q or dO of a step into the next stage; of a pair, this CTA's half."""
+    """Loads the rows of q or dO of a step into the next stage; in a pair, this CTA's half."""
     slot = end.acquire_and_advance()
     rows = operand.array[None, None, at.head, work.tile.batch]
     rows = cute.domain_offset((work.q_start, 0), rows)
@@ -227,7 +227,7 @@ def load_queries(
 
 
 class LoadedWithStats(NamedTuple):
-    """``Loaded``, and the advanced end of the edge stats."""
+    """``Loaded``, plus the advanced end of the edge stats."""
 
     end: PipelineProducer
     stats: PipelineProducer
@@ -245,7 +245,7 @@ def load_with_stats(
     stats: PipelineProducer,
     phase: Int32,
 ) -> LoadedWithStats:
-    """``load_queries``, then ``load_stats``."""
+    """Does ``load_queries``, then ``load_stats``."""
     end, phase = load_queries(variant, x, operand, work, at, end, phase)
     stats = load_stats(variant, x, work, at, stats)
     return LoadedWithStats(end, stats, phase)
@@ -262,9 +262,9 @@ def _load_block(
 ) -> Int32:
     """Loads a block into the stage ``slot``; rows that the sequence does not use become zero.
 
-    Their P and dS are 0, but 0 * NaN is not. Behind the array's last row TMA fills with zeros by
-    itself; what lies between goes over a barrier of its own, for the last rows of a sequence. A
-    half by columns is as high as the block. Returns the next phase of the barrier ``zero_fill``.
+    Their P and dS are 0, but 0 * NaN is NaN. TMA itself zero-fills rows beyond the array. A block
+    with other unused rows is loaded by way of the barrier ``zero_fill``, then zeroed. A half by
+    columns has all rows of the block. Returns the next phase of ``zero_fill``.
     """
     tile = operand.ring
     if const_expr(cute.rank(tile) > 2):
@@ -310,7 +310,7 @@ def load_stats(
     at: Step,
     stats: PipelineProducer,
 ) -> PipelineProducer:
-    """Loads the statistics of a step's query rows, all of them for each CTA; advances ``stats``."""
+    """Loads the statistics of all query rows of a step, in each CTA; returns ``stats`` advanced."""
     slot = stats.acquire_and_advance()
     row = work.scratch_row + at.q_block * variant.config.block_q
     for i, array in enumerate((x.scratch.lse2, x.scratch.delta)):
@@ -323,7 +323,7 @@ def load_stats(
 
 
 class Product(NamedTuple):
-    """A matrix product: its instruction, accumulator and operands, the last mode being K."""
+    """A matrix product: its instruction, its accumulator, its operands, whose last mode is K."""
 
     mma: cute.TiledMma
     acc: cute.Tensor
@@ -332,20 +332,20 @@ class Product(NamedTuple):
 
 
 class BackwardProducts(NamedTuple):
-    """All five. ``b`` of the products with queries or dO has one more mode, of stages."""
+    """All five products. Where B is q or dO, ``b`` has one more mode, of stages."""
 
     s: Product  # (keys, queries) = k q^T
     dp: Product  # (keys, queries) = v dO^T
     dv: Product  # (keys, Dv) += P^T dO, A in tensor memory
     dk: Product  # (keys, D) += dS^T q, A in tensor memory
-    dq: Product  # (queries, D) = dS k; of two sweeps (D, queries) = k^T dS
+    dq: Product  # (queries, D) = dS k; with two sweeps (D, queries) = k^T dS
 
 
 def make_products(variant: BackwardVariant, x: BackwardContext) -> BackwardProducts:
-    """The products of a variant, with their memory; those of a pair as its first CTA issues them.
+    """The products of a variant, with their memory; in a pair, as its first CTA issues them.
 
-    Sizes of operands are those of one CTA. Of two sweeps, ``a`` of dP has a mode of the halves of
-    the values, and ``b`` is in the ring of queries.
+    Operands have the sizes of one CTA's share. With two sweeps, ``a`` of dP has one more mode, of
+    the halves of the values, and ``b`` of dP is in the ring of queries.
     """
     key, dtype, smem, block_q = variant.key, variant.dtype, x.smem, variant.config.block_q
     ctas, is_swept_once = variant.plan.ctas, variant.config.sweeps == 1
@@ -411,7 +411,7 @@ def accumulator(
     rows: int,
     columns: int,
 ) -> cute.Tensor:
-    """The result ``name`` in tensor memory, of ``rows`` in all CTAs."""
+    """The result ``name`` in tensor memory, whose ``rows`` count those of all CTAs."""
     layout = mma.make_fragment_C(mma.partition_shape_C((rows, columns))).layout
     return cute.make_tensor(x.tmem + variant.plan.columns(name).start, layout)
 
@@ -419,7 +419,7 @@ def accumulator(
 def halves(
     variant: BackwardVariant, tmem: cute.Pointer, mma: cute.TiledMma, name: str
 ) -> cute.Tensor:
-    """P or dS, in tensor memory from ``tmem`` on, as A operand, in two halves."""
+    """P or dS as an A operand of two halves, in tensor memory that begins at ``tmem``."""
     rows = MMA_ROWS * variant.plan.ctas
     half = mma.make_fragment_A(mma.partition_shape_A((rows, variant.config.half_q))).layout
     *modes, slabs = half.shape

@@ -1,4 +1,4 @@
-"""Blackwell forward: softmax(mask(scale q k^T)) v and its log-sum-exp, in one pass over keys.
+"""Blackwell forward: softmax(mask(scale q k^T)) v and its log-sum-exp, in one pass over the keys.
 
     load      k(n-1) q0 q1 v(n-1) | k(n-2) v(n-2) | k(n-3) v(n-3) | ...
     mma          S0   S1 | PV0(n-1) S0(n-2)  PV1(n-1) S1(n-2) | PV0(n-2) S0(n-3) ...
@@ -14,10 +14,10 @@ With heads of 256 there is one query tile, and S is a block of keys ahead of PV:
     softmax0       [ P0(n-1) ]   [ P0(n-2) ]   [ P0(n-3) ]
     correction                          [O0]          [O0]
 
-The tensor core multiplies for one query tile, or block, while the softmax of another is computed.
-Here are host entry, memory and the dispatch of roles; the roles are in ``fwd_roles.py`` and
-``fwd_softmax.py``; roles, edges and memory as data in ``plan.py``. Conventions:
-``jax_fa/spec/problem.py``.
+The tensor core multiplies for one query tile, or key block, while the softmax of another is
+computed. This file has the host entry, the memory and the dispatch of roles. The roles are in
+``fwd_roles.py`` and ``fwd_softmax.py``; ``plan.py`` describes roles, edges and memory as data.
+Conventions: ``jax_fa/spec/problem.py``.
 """
 
 from collections.abc import Callable
@@ -46,18 +46,18 @@ from jax_fa.spec.config_sm100 import BlackwellForward
 from jax_fa.spec.key import KernelKey
 
 TMEM_ROLE = "correction"
-"""The role that allocates and frees tensor memory, since it is the last to read it."""
+"""The role that allocates and frees tensor memory: it is the last to read it."""
 
 
 class Layouts(NamedTuple):
     """Shared memory layouts; the sizes are those of ``plan.Tiling``.
 
-    Of a pair, a CTA has half the rows of k and half the columns of v.
+    In a pair, each CTA has half the rows of k and half the columns of v.
     """
 
     q: cute.ComposedLayout  # (128, D, q_tiles)
     k: cute.ComposedLayout  # (128 / ctas, kv_columns, kv_stages)
-    v: cute.ComposedLayout  # (kv_rows, Dv / ctas, kv_stages), a stage as large as one of k
+    v: cute.ComposedLayout  # (kv_rows, Dv / ctas, kv_stages), a stage is as large as one of k
     out: cute.ComposedLayout  # (128, out_columns, 2)
 
 
@@ -104,7 +104,7 @@ def kernel(
         q=primitives.smem_tensor(storage.q, layouts.q),
         k=primitives.smem_tensor(storage.kv, layouts.k),
         v=primitives.smem_tensor(storage.kv, layouts.v),
-        # Never used where keys are split.
+        # Unused where keys are split.
         out=primitives.smem_tensor(storage.q if variant.is_split else storage.out, layouts.out),
         stats=storage.stats.get_tensor(cute.make_layout((MMA_ROWS, 2, cut.q_tiles))),
         zero_fill=control.zero_fill,
@@ -118,7 +118,7 @@ def kernel(
 
 @cute.jit
 def _dispatch(variant: cutlass.Constexpr, x: ForwardContext, warp: Int32, ends: shell.AllEnds):
-    """Sends every warp to its role, with the registers and the ends of edges that it has."""
+    """Sends every warp to its role, with the registers and the ends of edges of that role."""
     plan, first = variant.plan, {role.name: role.warps.start for role in variant.plan.roles}
     is_alone = tiling(variant.key, variant.config).q_tiles == 1
     # setmaxnreg works on warpgroups: the four single warps share a value.
@@ -160,7 +160,7 @@ def _dispatch(variant: cutlass.Constexpr, x: ForwardContext, warp: Int32, ends: 
 def _pipes_by_tile(
     variant: Variant, role: str, bundle: type, ends: shell.AllEnds
 ) -> tuple[NamedTuple, ...]:
-    """The ends that ``role`` holds of each query tile."""
+    """The ends that ``role`` holds for each query tile."""
     tiles_of_cta = range(tiling(variant.key, variant.config).q_tiles)
     return tuple(shell.pipes_of(variant.plan, role, bundle, ends, i) for i in tiles_of_cta)
 

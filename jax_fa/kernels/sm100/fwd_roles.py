@@ -1,7 +1,7 @@
 """Blackwell forward: the roles load, mma and store.
 
-Softmax and correction are in ``fwd_softmax.py``. Every role walks the same tiles in the same order
-by itself. Roles, edges and memory: ``plan.py``.
+The roles softmax and correction are in ``fwd_softmax.py``. Every role goes through the same tiles
+in the same order on its own. ``plan.py`` describes roles, edges and memory.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def tile_at(variant: cutlass.Constexpr, x: ForwardContext, slot: Int32) -> tiles
 
 
 def tiling_of(variant: Variant) -> Tiling:
-    """The cut of a variant's arrays."""
+    """How a variant's arrays are cut."""
     return tiling(variant.key, variant.config)
 
 
@@ -86,7 +86,7 @@ class ForwardLoadPipes(NamedTuple):
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardLoadPipes):
-    """Fetches keys, query tiles, values; then key and value blocks, newest first. One warp.
+    """Loads keys and query tiles, then values and the next keys, newest block first. One warp.
 
     waits   q, kv empty (mma)     signals q, kv full (mma)
     """
@@ -106,7 +106,7 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardLoadPipes)
                 load_granules(variant, x, work, i * MMA_ROWS, slot.index, slot.barrier)
         for _ in cutlass.range(work.num_blocks - 1, unroll=1):
             following = below(variant, x, block)
-            # In the order in which mma needs them.
+            # Loads follow the order in which mma needs them.
             if const_expr(cut.q_tiles == 1):
                 kv = _load_k(variant, x, work, following, kv)
                 kv, phase = _load_v(variant, x, work, block, kv, phase)
@@ -116,13 +116,13 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardLoadPipes)
             block = following
         kv, phase = _load_v(variant, x, work, work.blocks.start, kv, phase)
         tile = tile_at(variant, x, tile.slot + 1)
-    # HAZARD: the CTA may not end while the tensor core still has arrivals to make here.
+    # HAZARD: the CTA must not exit while the tensor core still has to arrive at its barriers.
     q.tail()
     kv.tail()
 
 
 def _blocks(head: cute.Tensor, first: Int32, rows: int, columns: int) -> cute.Tensor:
-    """One head's rows from ``first`` on, cut: (rows, columns, blocks of rows, of columns)."""
+    """One head's rows from ``first`` on, cut: (rows, columns, row blocks, column blocks)."""
     return cute.local_tile(cute.domain_offset((first, 0), head), (rows, columns), (None, None))
 
 
@@ -134,7 +134,7 @@ def _load_q(
     index: cutlass.Constexpr[int],
     slot,
 ):
-    """Query tile ``index``, all of a single head."""
+    """Starts the load of query tile ``index``, whose rows all belong to one head."""
     first = work.span.first_row
     head = tiles.row_at(x.packing, work.tile, first, 0).head
     queries = x.arrays.q[None, None, head, work.tile.batch]
@@ -147,7 +147,7 @@ def _load_q(
 def _load_k(
     variant: cutlass.Constexpr, x: ForwardContext, work: Work, block: Int32, kv: PipelineProducer
 ):
-    """This CTA's rows of one block of keys, some columns by stage; returns the advanced end."""
+    """Loads this CTA's rows of a key block, some columns per stage; returns the advanced end."""
     cut, ctas = tiling_of(variant), variant.plan.ctas
     keys = x.arrays.k[None, None, work.tile.kv_head, work.tile.batch]
     gK = _blocks(keys, work.span.swept_start, variant.config.block_kv // ctas, cut.kv_columns)
@@ -168,10 +168,10 @@ def _load_v(
     kv: PipelineProducer,
     phase: Int32,
 ):
-    """This CTA's columns of one block of values, some rows by stage.
+    """Loads this CTA's columns of one block of values, some rows per stage.
 
-    Rows beyond the sequence's keys become zero; ``phase`` is that of the barrier for zero-filled
-    loads. Returns the advanced end and phase.
+    Rows beyond the sequence's keys become zero. ``phase`` is the phase of the barrier for
+    zero-filled loads. Returns the advanced end and phase.
     """
     cut, ctas = tiling_of(variant), variant.plan.ctas
     rank = clusters.rank_in_cluster(ctas)
@@ -183,7 +183,7 @@ def _load_v(
         number = block * cut.v_parts + part
         source, target = gV[None, number, rank], sV[None, slot.index]
         if const_expr(not variant.is_general):
-            # Behind the array's last row TMA fills with zeros by itself.
+            # TMA itself fills rows beyond the array's last with zeros.
             cute.copy(x.tma.v, source, target, tma_bar_ptr=slot.barrier)
         else:
             used = work.span.swept_len - number * cut.kv_rows
@@ -197,7 +197,7 @@ def _load_v(
 
 
 class Answers(NamedTuple):
-    """Ends that PV of one query tile waits at."""
+    """The ends at which PV of one query tile waits."""
 
     scaled: PipelineConsumer
     p: PipelineConsumer
@@ -205,7 +205,7 @@ class Answers(NamedTuple):
 
 
 class ForwardMmaPipes(NamedTuple):
-    """Ends held by the role mma, without those of single query tiles."""
+    """Ends held by the role mma, except those of single query tiles."""
 
     q: PipelineConsumer
     kv: PipelineConsumer
@@ -222,7 +222,7 @@ class ForwardMmaTilePipes(NamedTuple):
 
     @property
     def answers(self) -> Answers:
-        """Those that PV waits at."""
+        """The ends at which PV waits."""
         return Answers(self.scaled, self.p, self.p_rest)
 
 
@@ -258,7 +258,7 @@ def _make_products(variant: Variant, x: ForwardContext) -> Products:
 
 
 def scores_at(variant: Variant, name: str, index: int, stage: Int32) -> Int32 | int:
-    """First column of "s" or "p" of a query tile; ``stage`` is that of its edge s."""
+    """The first column of "s" or "p" of a query tile, at ``stage`` of its edge s."""
     first = variant.plan.columns(f"{name}{index}").start
     return first if tiling_of(variant).s_stages == 1 else first + stage * variant.config.block_kv
 
@@ -270,10 +270,10 @@ def mma(
     pipes: ForwardMmaPipes,
     of_tiles: Sequence[ForwardMmaTilePipes],
 ):
-    """Issues all products, so that two blocks of S are always in flight. One warp.
+    """Issues all products in an order that keeps two blocks of S in flight. One warp.
 
-    Two query tiles: S0 S1, then (PV0 S0 PV1 S1) per block, then PV0 PV1. One: S, then (S PV) per
-    block, then PV: S is one block ahead.
+    With two query tiles: S0 S1, then (PV0 S0 PV1 S1) per block, then PV0 PV1. With one: S, then
+    (S PV) per block, then PV, so that S is one block ahead.
 
     waits   q, kv full (load), p, p_rest full (softmax), scaled full (correction)
     signals s full (softmax), o full (correction), q, kv empty (load)
@@ -330,8 +330,8 @@ def _multiply_qk(
 ):
     """Issues S of query tile ``index``; returns the advanced ends, and the stages with the keys.
 
-    The first query tile waits for those, ``k_parts`` hands them to the next, and the last frees
-    them.
+    The first query tile waits for these stages, ``k_parts`` passes them to the next, and the last
+    releases them.
     """
     cut = tiling_of(variant)
     s_slot = s.current_handle()
@@ -361,10 +361,10 @@ def _multiply_pv(
     answers: Answers,
     v_parts: Sequence[Any],
 ):
-    """Issues PV of query tile ``index``: three quarters of the keys, then the others.
+    """Issues PV of query tile ``index``: over three quarters of the keys, then over the rest.
 
-    Returns the advanced ends, and the stages with the values, which are waited for, handed on and
-    freed like the keys of ``_multiply_qk``.
+    Returns the advanced ends, and the stages with the values. These are waited for, passed on and
+    released like the stages with the keys in ``_multiply_qk``.
     """
     scaled, p, p_rest = answers
     cut = tiling_of(variant)
@@ -396,10 +396,10 @@ def _multiply_pv(
 
 
 def stores_whole_tile(variant: Variant, x: ForwardContext, work: Work, index: int) -> Boolean:
-    """True if TMA can store all 128 rows of a query tile.
+    """Whether TMA can store all 128 rows of a query tile.
 
-    They must belong to one head, and to the sequence or lie behind the array's end, which TMA
-    knows. Otherwise threads store their rows, and leave those of the next packed sequence alone.
+    The rows must belong to one head, and each to the sequence, or lie beyond the array's end, where
+    TMA stores nothing. Otherwise threads store their rows, but not those of the next sequence.
     """
     is_whole = x.packing.heads == 1
     if variant.is_general:
@@ -447,7 +447,7 @@ def _store_part(
 ):
     """Stores part ``part`` of the columns of query tile ``index``.
 
-    TMA leaves out the rows behind the array's last.
+    TMA does not store rows beyond the array's last.
     """
     first = work.span.first_row
     head = tiles.row_at(x.packing, work.tile, first, 0).head

@@ -1,6 +1,6 @@
 """Blackwell forward: the roles softmax and correction, between the two products.
 
-The other roles, and how the role mma waits for these: ``fwd_roles.py``.
+``fwd_roles.py`` has the other roles, and shows how the role mma waits for these two.
 """
 
 from collections.abc import Sequence
@@ -41,16 +41,16 @@ from jax_fa.spec.band import Blocks, key_range, kv_blocks
 from jax_fa.spec.division import WORD_KEYS
 
 MAXIMUM_STEP = 2.0**-14
-"""A row's maximum is rounded down to a multiple of this. Fine enough for P of the largest score to
-round to 1: what one key dominates is then that key's value, and its delta cancels dP in the
-backward. Coarse enough to be added to a share of exponents exactly (``row_softmax``)."""
+"""A row's maximum is rounded down to a multiple of this. That is fine enough for P of the largest
+score to round to 1: a row that one key dominates returns that key's value, and its delta cancels dP
+in the backward. It is coarse enough to add to a share of exponents exactly (``row_softmax``)."""
 
 
 @cute.jit
 def blocks_of_rows(
     variant: cutlass.Constexpr, x: ForwardContext, work: Work, index: cutlass.Constexpr[int]
 ) -> Blocks:
-    """The blocks of ``work``, with "full" as it holds for query tile ``index`` alone."""
+    """The blocks of ``work``, with the "full" range of query tile ``index`` alone."""
     block_kv = variant.config.block_kv
     start, _, _, end = work.blocks
     first, last = (
@@ -73,10 +73,10 @@ class SoftmaxPipes(NamedTuple):
 
 
 def _first_thread() -> Int32:
-    """The first thread of this warp among those of its role.
+    """The number, within its role, of this warp's first thread.
 
-    Tensor memory is addressed by warp; an address the same for a warp takes no register of a thread
-    and no instruction to get out of it.
+    Tensor memory is addressed by warp. An address that is uniform across the warp occupies no
+    per-thread register, and takes no instruction to move it out of one.
     """
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     return warp % edges.WARPS_PER_GROUP * edges.WARP
@@ -85,7 +85,7 @@ def _first_thread() -> Int32:
 def _loads_of_s(
     variant: Variant, x: ForwardContext, index: int, stage: Int32, thread: Int32
 ) -> umma.TmemCopy:
-    """Loads of S of query tile ``index`` by the warp that begins with ``thread``, a row each."""
+    """Loads of S of query tile ``index``, a row per lane, by the warp that starts at ``thread``."""
     first = scores_at(variant, "s", index, stage)
     rows = umma.tmem_rows(x.tmem, first, variant.config.block_kv)
     return umma.tmem_load(rows, CHUNK, thread)
@@ -94,7 +94,7 @@ def _loads_of_s(
 def _stores_of_p(
     variant: Variant, x: ForwardContext, index: int, stage: Int32, thread: Int32
 ) -> umma.TmemCopy:
-    """Stores of P, likewise."""
+    """Stores of P of query tile ``index``, by the same lanes."""
     words = CHUNK * variant.dtype.width // 32
     first = scores_at(variant, "p", index, stage)
     rows = umma.tmem_rows(x.tmem, first, variant.plan.columns(f"p{index}").cols)
@@ -108,7 +108,7 @@ def softmax_role(
     index: cutlass.Constexpr[int],
     pipes: SoftmaxPipes,
 ):
-    """S -> P of query tile ``index``, newest key block first. Four warps, a row per thread.
+    """Turns S of query tile ``index`` into P, newest block first. Four warps, a row per thread.
 
     waits   s full (mma), stats empty (correction)
     signals p, p_rest full (mma), stats full (correction)
@@ -124,13 +124,13 @@ def softmax_role(
         own = tiles.row_at(x.packing, work.tile, work.span.first_row, number)
         visible = _visible_keys(variant, x, work, own)
         pipes.stats.acquire()
-        # Loops of their own: if one loop asked each block whether to mask it, the compiler would
-        # issue the instructions of the mask under a predicate for all of them.
+        # Masked and full blocks have separate loops: for a branch in a single loop, the compiler
+        # would issue the instructions of the mask, under a predicate, for every block.
         block, masked = blocks.end - 1, blocks.end - blocks.full_end
         full = blocks.full_end - blocks.full_start
         if const_expr(variant.is_general):
             if dense_mask.is_present(x.scalars.mask):
-                # It hides here and there: the first of the loops takes all of its blocks.
+                # A dense mask may hide keys in any block: the first loop takes all blocks.
                 masked, full = work.num_blocks, Int32(0)
         for _ in cutlass.range(masked, unroll=1):
             pipes = _step(variant, True, x, row, index, visible, block, pipes)
@@ -154,7 +154,7 @@ def softmax_role(
 
 @cute.jit
 def _signal_p(slot, is_pair: cutlass.Constexpr[bool]):
-    """Hands P, as far as it is stored, to the role mma."""
+    """Signals to the role mma the part of P that is stored so far."""
     cute.arch.fence_view_async_tmem_store()
     umma.before_thread_sync()
     with cute.arch.elect_one():
@@ -166,18 +166,18 @@ def _signal_p(slot, is_pair: cutlass.Constexpr[bool]):
 
 @cute.jit
 def _raise_maximum(row: row_softmax.WholeRow, block: Float32, scale_log2: Float32) -> Float32:
-    """Takes in the maximum of another block; keeps the old one while it is not exceeded by much.
+    """Raises the maximum of a row if that of another block exceeds it by much, else keeps it.
 
-    Called by whole warps. Returns the factor by which all that is relative to the old maximum, the
-    total too, has to shrink.
+    Called by whole warps. Returns the factor by which everything relative to the old maximum,
+    including the total, has to shrink.
     """
     scaled = block * scale_log2
     shrink = Float32(1.0)
     # -inf exceeds nothing: -inf - (-inf) is NaN.
     exceeds = arithmetic.minus(scaled, row.maximum[0]) > RESCALE_LOG2
-    # A loop of one pass at most, since of a branch the compiler would issue all instructions under
-    # a predicate. HAZARD: it ends because the difference is that of rounded numbers: of a product
-    # not rounded, some 2 ** 30, it could exceed the tolerance for ever.
+    # A loop of at most one pass, since for a branch the compiler would issue all instructions under
+    # a predicate. HAZARD: it ends because the difference is that of rounded numbers. With an
+    # unrounded product of some 2 ** 30, the difference could exceed the tolerance for ever.
     while cute.arch.vote_any_sync(exceeds):
         before = row.maximum[0]
         rounded = arithmetic.floor(scaled * (1.0 / MAXIMUM_STEP)) * MAXIMUM_STEP
@@ -190,14 +190,14 @@ def _raise_maximum(row: row_softmax.WholeRow, block: Float32, scale_log2: Float3
 
 
 class VisibleKeys(NamedTuple):
-    """Keys that a row sees: ``lo <= j < hi``, of its segment where there are segments."""
+    """Keys that a row sees: ``lo <= j < hi``, and of the row's segment if there are segments."""
 
     lo: Int32
     hi: Int32
     segment: Int32
-    kv_row: Int32  # of key 0 in kv_segments
+    kv_row: Int32  # where kv_segments has key 0
     kv_len: Int32
-    mask_row: Int32  # among those of a dense mask
+    mask_row: Int32  # number of the row in a dense mask
 
 
 @cute.jit
@@ -211,7 +211,7 @@ def _step(
     block: Int32,
     pipes: SoftmaxPipes,
 ) -> SoftmaxPipes:
-    """S -> P of one block for query tile ``index``; returns the advanced ends."""
+    """Turns S of one block into P for query tile ``index``; returns the advanced ends."""
     s, p, p_rest, stats = pipes
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
     scale_log2 = x.scalars.scale_log2
@@ -233,7 +233,7 @@ def _step(
     with cute.arch.elect_one():
         shell.arrive(stats.current_handle().barrier)
     stats.advance()
-    # Where a mask takes registers too, polynomials would spill; few blocks are masked.
+    # A mask takes registers too, so that polynomials would spill; few blocks are masked.
     polynomials = 0 if is_masked else variant.config.polynomials
     sums, block_kv = row_softmax.no_sums(), variant.config.block_kv
     for j in cutlass.range_constexpr(block_kv // CHUNK):
@@ -248,12 +248,12 @@ def _step(
         cute.copy(stores.copy, words, stores.tmem[None, None, j])
         if const_expr(j + 1 == HANDED_OVER_FIRST):
             _signal_p(p.current_handle(), variant.plan.ctas == 2)
-            # For the next block. Here, since the compiler moves nothing across a wait: all in one
-            # piece, it would hand over three quarters of P when the last is as good as done.
+            # For the next block. It stands here since the compiler moves nothing across a wait:
+            # without one, three quarters of P would be signalled when the last is nearly done.
             stats.acquire()
         if const_expr((j + 1) * CHUNK == block_kv):
             _signal_p(p_rest.current_handle(), variant.plan.ctas == 2)
-        # P first; but summed up at the very end, all 128 values would stay in registers.
+        # After the store of P, but not after the loop: all 128 values would stay in registers.
         sums = row_softmax.add_pairs(sums, chunk)
     row_softmax.add_to_total(row, shrink, sums)
     p.advance()
@@ -295,7 +295,7 @@ def _mask(
         bits = row_softmax.visible_bits(visible, first)
         if const_expr(variant.is_general):
             if tiles.is_present(x.scalars.q_segments):
-                # Beyond the last key nothing may be read; those columns are invisible anyway.
+                # Nothing beyond the last key may be read; those columns are invisible anyway.
                 at = cutlass.min(first_key + first, keys.kv_len - 1)
                 ids = x.scalars.kv_segments + keys.kv_row + cutlass.max(at, 0)
                 last = keys.kv_len - 1 - cutlass.max(at, 0)
@@ -308,7 +308,7 @@ def _mask(
 
 
 class CorrectionPipes(NamedTuple):
-    """Ends held by the role correction, without those of single query tiles."""
+    """Ends held by the role correction, except those of single query tiles."""
 
     o: PipelineConsumer
     out: PipelineProducer
@@ -328,7 +328,7 @@ def correction(
     pipes: CorrectionPipes,
     of_tiles: Sequence[CorrectionTilePipes],
 ):
-    """Keeps O relative to the maximum of P; at the end divides it by the sum. Four warps.
+    """Keeps O relative to the maximum of P and finally divides it by the sum. Four warps.
 
     waits   stats full (softmax), o full (mma), out empty (store)
     signals scaled full (mma), stats empty (softmax), out full (store)
@@ -345,7 +345,7 @@ def correction(
             stats1 = _rescale(variant, x, 1, False, stats1, scaled1)
         for _ in cutlass.range(work.num_blocks - 1, unroll=1):
             if const_expr(cut.q_tiles == 1):
-                # HAZARD: the scores that raise a maximum were issued before the last PV.
+                # HAZARD: the last PV, issued after the scores that raise a maximum, may still run.
                 o.wait_and_advance()
             stats0 = _rescale(variant, x, 0, True, stats0, scaled0)
             if const_expr(cut.q_tiles == 2):
@@ -368,9 +368,9 @@ def _rescale(
 ):
     """Shrinks O of one query tile where a maximum was raised; returns the advanced end of stats.
 
-    O holds PV of all blocks before: with two query tiles since the scores that raised the maximum
-    were issued after them, with one since its edge o was waited for. Before the first block O holds
-    nothing (not ``is_started``), and the signal says that it may be overwritten.
+    O holds PV of all earlier blocks: with two query tiles because the scores that raised the
+    maximum were issued after them, with one because the caller waited at the edge o. For the first
+    block (not ``is_started``), O is empty, and the signal says that it may be overwritten.
     """
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
     full = stats.wait_and_advance()
@@ -421,7 +421,7 @@ def _finish(
     o: PipelineConsumer,
     out: PipelineProducer,
 ):
-    """Writes out, through shared memory, and lse of one query tile; returns the advanced ends."""
+    """Writes ``out``, through shared memory, and ``lse`` of a query tile; returns advanced ends."""
     span, tile = work.span, work.tile
     thread = cute.arch.thread_idx()[0] % edges.WARPGROUP
     at = tiles.row_at(x.packing, tile, span.first_row, index * MMA_ROWS + thread)
@@ -453,7 +453,7 @@ def _finish(
             cute.copy(loads.copy, loads.tmem[None, None, j], rO)
             cute.arch.fence_view_async_tmem_load()
             for i in cutlass.range_constexpr(O_COLUMNS):
-                # An unused query may hold anything, NaN too.
+                # The row of an unused query may hold anything, including NaN.
                 rO[i] = rO[i] * factor if is_used else Float32(0.0)
             if const_expr(variant.is_split):
                 _put_globally(variant, x, work, at, rO, j * O_COLUMNS)
@@ -462,7 +462,7 @@ def _finish(
                 primitives.narrow(rO, rounded)
                 _put(variant, x, work, index, at, slot.index, rounded, j * O_COLUMNS)
         if const_expr(not variant.is_split):
-            # HAZARD: these stores went through the generic proxy, TMA reads through the async one.
+            # HAZARD: these stores use the generic proxy, but TMA reads through the async proxy.
             cute.arch.fence_view_async_shared()
             signal(slot)
     return stats, o, out
@@ -479,9 +479,9 @@ def _put(
     rounded: cute.Tensor,
     first: cutlass.Constexpr[int],
 ):
-    """Writes columns of a row from ``first`` on: for TMA to stage ``stage`` of out.
+    """Writes columns of a row from ``first`` on to stage ``stage`` of out, for TMA to store.
 
-    Where TMA may not store query tile ``index``, to global memory.
+    If TMA cannot store query tile ``index``, writes them to global memory instead.
     """
     if stores_whole_tile(variant, x, work, index):
         row = x.smem.out[cute.arch.thread_idx()[0] % edges.WARPGROUP, None, stage]
@@ -499,7 +499,7 @@ def _put_globally(
     registers: cute.Tensor,
     first: cutlass.Constexpr[int],
 ):
-    """Writes columns of a row from ``first`` on, if the sequence and the group have that row."""
+    """Writes columns of a row from ``first`` on to global memory, if sequence and group have it."""
     if at.is_there & (at.position < work.span.own_slot):
         batch = batch_of_part(variant, x, work)
         row = x.arrays.out_rows[work.span.own_start + at.position, None, at.head, batch]

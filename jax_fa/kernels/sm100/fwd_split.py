@@ -21,6 +21,6 @@ def make_entry(key: KernelKey, config: BlackwellForward) -> Callable:
 
 @cute.jit
 def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
-    """Launches the kernel, and the one that merges what it leaves."""
+    """Launches the forward kernel, and the kernel that merges its partial results."""
     fwd.launch(variant, call)
     combine.merge_parts(variant, call)

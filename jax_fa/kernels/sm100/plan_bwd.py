@@ -1,81 +1,81 @@
-"""Blackwell backward: its roles, the data they hand on, the memory they use. Read this first.
+"""Blackwell backward: its roles, the data they pass on, the memory they use. Read this first.
 
-A CTA owns 128 keys and lets query tiles of 128 rows pass by (of 64, twice, where heads have 256:
-Note [Two sweeps]), those of every head that shares the keys. Scores are computed transposed, keys
-by queries: lane r of tensor memory holds key r, so P and dS lie there as dV += P^T dO and dK +=
-dS^T Q want their A operand, and neither leaves tensor memory for them. Only dQ = dS K, which sums
-over keys, wants dS in shared memory. Sixteen warps, one CTA per SM: one warpgroup, the role reduce,
-adds dQ to global memory, two, the role compute, turn S into P and dP into dS, single warps multiply
-and load (kernel design after FlashAttention-4, arXiv:2603.05451). With D = 128, CTAs work in pairs.
+A CTA owns 128 keys and sweeps the queries of every head that shares the keys, in tiles of 128 rows
+(where heads have 256, twice, in tiles of 64: Note [Two sweeps]). Scores are computed transposed,
+keys by queries: lane r of tensor memory holds key r. So P and dS already lie where dV += P^T dO and
+dK += dS^T Q read their A operand, and need not leave tensor memory. Only the product dQ = dS K,
+which sums over keys, needs dS in shared memory. Sixteen warps, one CTA per SM: one warpgroup, the
+role reduce, adds dQ to global memory; two, the role compute, turn S into P and dP into dS; single
+warps multiply and load (kernel design after FlashAttention-4, arXiv:2603.05451). With D = 128, CTAs
+work in pairs.
 
 # Note [Halves]
-The first warpgroup of the role compute works on the first half of the queries of a tile, the second
-on the others, 64 of 128. P and dS take half the columns of the S and dP that they come from, and
-each half of them lies over its own half of those: columns 0-31 and 64-95. So a thread overwrites
-only what it alone reads, and has read, and the warpgroups never wait for each other. The A operand
-then has a gap after its first four slabs, which costs nothing: each tcgen05.mma takes one slab and
-its address.
+The first warpgroup of the role compute works on the first half of a tile's queries, the second on
+the rest: 64 of 128. P and dS take half the columns of the S and dP that they come from, each half
+over its own half of those: columns 0-31 and 64-95. So a thread overwrites only what it alone reads,
+and has read, and the warpgroups never wait for each other. The A operand then has a gap after its
+first four slabs, which costs nothing: each tcgen05.mma takes one slab and its address.
 
 # Note [P overwrites S]
-S of the next tile, which overwrites P, is issued after dV, which reads P, by the same warp to a
-tensor core that works in order. And S is issued only after p was waited for, which says that all of
-the last S has been read. Hence the edges s and p need no "empty" barrier; nor do dp and ds, by the
-same argument with dK in place of dV.
+S of the next tile, which overwrites P, is issued after dV, which reads P; the same warp issues
+both, to a tensor core that works in order. S is also issued only after a wait for p, which says
+that all of the last S has been read. Hence the edges s and p need no "empty" barrier; nor do dp and
+ds, by the same argument with dK in place of dV.
 
 # Note [dS in shared memory]
-One buffer is enough: dP of a tile is issued after dQ of the tile before, so whoever has waited for
-dp knows that dQ has retired, and with it the last reader of dS.
+One buffer is enough: dP of a tile is issued after dQ of the previous tile, so whoever has waited
+for dp knows that this dQ, the last reader of dS, has retired.
 
 # Note [dQ overwrites dP]
-From D = 96 on, all four accumulators and dQ do not fit 512 columns, and dQ takes the place of dP
-and dS. dK, which reads dS, is issued before. The next dP is issued once dQ is in registers: the
-role reduce has room for all of its row, and hands the columns back before it writes a word to
+From D = 96 on, the four accumulators and dQ do not fit in 512 columns together: dQ takes the place
+of dP and dS. dK, which reads dS, is issued before dQ. The next dP is issued once dQ is in
+registers: the role reduce can hold all of its row, and releases the columns before it writes any to
 shared memory. With smaller heads dQ has columns of its own, and only the next dQ waits.
 
 # Note [In turn]
-With D/Dv of 192/128, dV and dK leave 192 columns, which dQ takes all. S, then dP over the second
-half of S, then dQ over both take turns there, and every product waits for what threads make of the
-one before. P lies over the first half of S, so that dP may overwrite the second: the second
-warpgroup's P is stored over the first one's S, after a barrier of both behind their loads. Serial
-as it is, it spares users the fallback, which builds the score matrix.
+With D/Dv of 192/128, dV and dK leave 192 columns, all of which dQ takes. S, then dP over the second
+half of S, then dQ over both take turns there, and every product waits for what threads compute from
+the one before. P lies over the first half of S, so that dP may overwrite the second half: the
+second warpgroup stores its P over the first one's S, after a barrier of both that follows their
+loads. This is serial, but it spares users the fallback, which builds the score matrix.
 
 # Note [Two sweeps]
-With D/Dv of 256/256, dV and dK of 128 keys would be all 512 columns. They share 256 of them: a CTA
-sweeps over its queries twice, in tiles of 64 rows. The first sweep makes S, P and dV; the second,
-which begins once dV has been read, S again, dP, dS, dK and dQ: six products for five. dQ is
-transposed (dQ^T = K^T dS), so that its 256 rows are two accumulators of 64 columns; 64 rows of dQ
-would run at half the rate of the tensor core and take 256 columns. The edges dv and dk need no
-"empty" barrier: the first dK is issued after ds, the first dV after p, and the role compute has
-read the accumulator that they overwrite before it makes either.
+With D/Dv of 256/256, dV and dK of 128 keys would fill all 512 columns. Instead they share 256: a
+CTA sweeps over its queries twice, in tiles of 64 rows. The first sweep computes S, P and dV. The
+second computes S again, dP, dS, dQ and, once dV has been read, dK: six products instead of five. dQ
+is transposed (dQ^T = K^T dS), so that its 256 rows are two accumulators of 64 columns; 64 rows of
+dQ would run at half the rate of the tensor core and take 256 columns. The edges dv and dk need no
+"empty" barrier: the first dK is issued after ds, the first dV after p, and the role compute signals
+these only after it has read the accumulator that they overwrite.
 
-Shared memory has room for the keys and four tiles of 32 KB, in two rings. In the first sweep, where
-values are not needed, one holds queries and one dO, so that S is computed a tile ahead of dV, in
-the columns of S and dP in turn (two stages of the edges s and p). In the second, one ring holds the
-two halves of the values, and dO and queries take turns in the other: a tile of queries is there
-from S to dK, the next arrives while the tensor core works on dQ and on the next dP. Hence dP comes
-before S there, and what lies between S and dK is as short as it can be.
+Shared memory has room for the keys and four tiles of 32 KB, in two rings. In the first sweep, which
+needs no values, one ring holds queries and the other dO, so that S is computed a tile ahead of dV,
+alternately in the columns of S and of dP (two stages of the edges s and p). In the second, one ring
+holds the two halves of the values, and dO and queries alternate in the other: a tile of queries
+stays from S to dK, and the next arrives while the tensor core works on dQ and on the next dP. Hence
+dP comes before S there, and as little as possible lies between S and dK.
 
 # Note [A pair of CTAs]
-With D = 128 one CTA would be bound by shared memory: 3328 cycles for a tile, the tensor core 2560
-(model). So two CTAs of a cluster share their products (``.cta_group::2``). Each owns 128 of a
-tile's 256 keys, with their S, dP, dV and dK in its own tensor memory, and holds and reads one half
-of every second operand. For S and dP that is half the rows of q and dO, 64; for dV and dK half
-their columns (edges dout_columns, q_columns). So each CTA loads a half of either kind.
+With D = 128, one CTA would be bound by shared memory: 3328 cycles per tile, against 2560 of the
+tensor core (model). So two CTAs of a cluster share their products (``.cta_group::2``). Each owns
+128 of a tile's 256 keys, with their S, dP, dV and dK in its own tensor memory, and holds and reads
+one half of every second operand: for S and dP half the rows of q and dO, 64; for dV and dK half
+their columns (edges dout_columns, q_columns). So each CTA loads halves of both kinds.
 
-dQ has 128 rows, queries, and sums over the keys of both CTAs: each computes 64 of its rows, from 64
-columns of all 256 keys (k_columns), and from dS of 256 keys and 64 queries. Half of that dS is
-made by the other CTA: the warpgroup whose queries belong there writes it to ``ds_out``, sends it
-through distributed shared memory (edge half), and the role relay tells the first CTA, which issues
-the products, that it has come (edge halves). Meanwhile the tensor core multiplies dK and the next
-dP. dQ of a query is then added to global memory once for 256 keys.
+dQ has 128 rows, one per query, and sums over the keys of both CTAs: each computes 64 of its rows,
+from 64 columns of all 256 keys (k_columns), and from dS of 256 keys and 64 queries. The other CTA
+computes half of that dS: its warpgroup with these queries writes it to ``ds_out`` and sends it
+through distributed shared memory (edge half); then the role relay tells the first CTA, which issues
+the products, that it has arrived (edge halves). Meanwhile the tensor core multiplies dK and the
+next dP. Thus dQ of a query is added to global memory once per 256 keys.
 
 # Note [dQ overwrites half of S]
 64 rows of dQ lie in all 128 lanes, the first half of their columns in lanes 0 to 63, the second in
-the others. So they take 64 columns of tensor memory: the second half of S. P takes the first, its
-own halves side by side, so that the second warpgroup's P is stored over the first one's S, after a
-barrier of both behind their loads (``read``). dQ is issued after p, which says that all of S has
-been read; the next S, which overwrites P and dQ, behind dV, and once dQ is in registers. Two warps
-of the role reduce share 32 rows of dQ, each with one half of their columns.
+the others. So they take 64 columns of tensor memory: the second half of S. P takes the first half,
+its own two halves side by side, so the second warpgroup stores its P over the first one's S, after
+a barrier of both that follows their loads (``read``). dQ is issued after p, which says that all of
+S has been read; the next S, which overwrites P and dQ, is issued after dV, and once dQ is in
+registers. Two warps of the role reduce share 32 rows of dQ, each with one half of their columns.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ from jax_fa.spec.config_sm100 import BlackwellBackward
 from jax_fa.spec.key import KernelKey
 
 STATS = 2
-"""Floats by query row: log2-sum-exp2 and delta."""
+"""Floats per query row: log2-sum-exp2 and delta."""
 REDUCE_STAGES = 2
-"""Pieces of dQ in shared memory, by warp."""
+"""Pieces of dQ in shared memory, per warp."""
 REDUCE_WARPS = 4
 VALUE_HALVES = 2
-"""Of the values in two sweeps, by columns; each is as large as a query tile."""
+"""Halves by columns that two sweeps load the values in; each is as large as a query tile."""
 WORDS_BYTES = 8 + 4 + 4 * division.FOUND_WORDS
-"""One more mbarrier, the address of tensor memory, what segments and a mask tell of a tile."""
+"""One more mbarrier, the address of tensor memory, what segments and a mask say about a tile."""
 STATS_STAGES = 2
-"""Query rows' statistics in shared memory of a pair: the next are there when S is."""
+"""Stages of the query rows' statistics in a pair, so that the next are there when S is."""
 
 
 def dq_overlays(key: KernelKey) -> str:
@@ -162,7 +162,7 @@ def _stats_bytes(config: BlackwellBackward) -> int:
 
 
 def _loaded_edges(key: KernelKey, config: BlackwellBackward) -> tuple[Edge, ...]:
-    """The edges of the operands that TMA brings, and of the statistics of query rows."""
+    """The edges of the operands that TMA loads, and of the statistics of query rows."""
     key_bytes, value_bytes = key.head_dim * ELEMENT_BYTES, key.value_dim * ELEMENT_BYTES
     k, v = MMA_ROWS * key_bytes, MMA_ROWS * value_bytes
     q, dout = config.block_q * key_bytes, config.block_q * value_bytes
@@ -177,7 +177,7 @@ def _loaded_edges(key: KernelKey, config: BlackwellBackward) -> tuple[Edge, ...]
 
 
 def _swept_edges(key: KernelKey, config: BlackwellBackward) -> tuple[Edge, ...]:
-    """``_loaded_edges`` of two sweeps: two rings, for other data in the second."""
+    """``_loaded_edges`` for two sweeps; in the second sweep q and dout hold other data."""
     k = MMA_ROWS * key.head_dim * ELEMENT_BYTES
     rows = config.block_q * key.head_dim * ELEMENT_BYTES
     q_stages, dout_stages = config.q_stages, config.dout_stages
@@ -224,7 +224,7 @@ def _product_edge(data: str, consumer: str, full: str, empty: str = "", stages: 
 
 
 def _signal_edge(data: str, producer: str, full: str, stages: int = 1) -> Edge:
-    """The edge by which threads tell the role mma something, that nobody hands back."""
+    """The edge by which threads tell the role mma something, without an "empty" barrier."""
     return Edge(
         data, producer, "mma", stages=stages, stage_bytes=0, full=full, empty="", kind="threads"
     )
@@ -242,7 +242,7 @@ def _score_edges(config: BlackwellBackward) -> tuple[Edge, ...]:
 
 
 def _gradient_edges(read: str) -> tuple[Edge, ...]:
-    """The edges of the gradients; ``read`` says when dV and dK may be overwritten."""
+    """The edges of the gradients; ``read`` is the promise ``Edge.empty`` of dV and dK."""
     return (
         _product_edge("dq", "reduce", "dQ in TMEM", "dQ in registers"),
         _product_edge("dv", "compute", "all dV of a tile retired", read),
@@ -258,7 +258,7 @@ def _barriers(key: KernelKey) -> tuple[NamedBarrier, ...]:
 
 
 def _tmem(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange, ...]:
-    """S dV dP dK, dQ where there is room, and the halves of P and dS over those of S and dP."""
+    """S dV dP dK, dQ if there is room, and the halves of P and dS over those of S and dP."""
     d, dv, columns, half = key.head_dim, key.value_dim, config.block_q, config.half_q
     if config.sweeps == 2:
         return _tmem_of_sweeps(key, config)
@@ -281,7 +281,7 @@ def _tmem(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange, ...]:
 
 
 def _tmem_in_turn(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange, ...]:
-    """Columns of dV and dK, and behind them dQ over dP over S."""
+    """Columns of dV and dK, then those that S, dP and dQ take in turn."""
     d, dv, columns, half = key.head_dim, key.value_dim, config.block_q, config.half_q
     s, dp, why = dv + d, dv + d + half, "Note [In turn]"
     return (
@@ -296,7 +296,7 @@ def _tmem_in_turn(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange,
 
 
 def _tmem_of_sweeps(key: KernelKey, config: BlackwellBackward) -> tuple[TmemRange, ...]:
-    """Columns that dV and dK share; S, dP, and dQ transposed, 128 of its rows beside the others."""
+    """Columns that dV and dK share, S, dP, and transposed dQ, its halves of 128 rows abreast."""
     d, columns, half = key.head_dim, config.block_q, config.half_q
     s, dp, dq = d, d + columns, d + 2 * columns
     return (
@@ -317,7 +317,7 @@ def _half_words(config: BlackwellBackward) -> int:
 def _halves(
     config: BlackwellBackward, name: str, first: int, second: int, over: str, why: str
 ) -> tuple[TmemRange, ...]:
-    """Both halves of P or dS, by their first columns; ``why`` is the note that excuses ``over``."""
+    """Both halves of P or dS, from these columns on; ``why`` is the note that allows ``over``."""
     starts, columns = (first, second), _half_words(config)
     return tuple(
         TmemRange(f"{name}{i}", start, columns, over, why) for i, start in enumerate(starts)
@@ -366,7 +366,7 @@ def _pair_plan(key: KernelKey, config: BlackwellBackward) -> TensorPlan:
 
 
 def _pair_loaded_edges(config: BlackwellBackward, tile: int) -> tuple[Edge, ...]:
-    """``_loaded_edges`` of each CTA of a pair, in the order of the role load."""
+    """``_loaded_edges`` for each CTA of a pair, in the order in which the role load fills them."""
     half, k_columns = tile // 2, "64 columns of the pair's keys in smem"
     return (
         _operand_edge("k", 1, tile, "keys in smem", "last S retired"),
@@ -381,7 +381,7 @@ def _pair_loaded_edges(config: BlackwellBackward, tile: int) -> tuple[Edge, ...]
 
 
 def _pair_score_edges(half: int) -> tuple[Edge, ...]:
-    """The edges between tensor core and threads of a pair, and from CTA to CTA."""
+    """The edges between tensor core and threads in a pair, and from CTA to CTA."""
     return (
         _product_edge("s", "compute", "S in TMEM"),
         _signal_edge("p", "compute", "P in TMEM, all of S read"),
@@ -410,7 +410,7 @@ def _pair_score_edges(half: int) -> tuple[Edge, ...]:
 
 
 def _tmem_of_pair(config: BlackwellBackward) -> tuple[TmemRange, ...]:
-    """S dV dP dK of a CTA's 128 keys; P and, of 64 queries, dQ share the columns of S."""
+    """S dV dP dK of a CTA's 128 keys; P, and dQ of 64 queries, share the columns of S."""
     why = "Note [dQ overwrites half of S]"
     dv, dp, dk, half = MMA_ROWS, 2 * MMA_ROWS, 3 * MMA_ROWS, config.half_q
     return (

@@ -1,6 +1,6 @@
 """Online softmax and masks over rows of scores, by threads that hold one whole row each.
 
-The backward holds columns of the transposed scores likewise.
+In the backward, threads likewise hold columns of the scores, which are transposed.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from jax_fa.kernels.tiles import Stretch
 from jax_fa.spec.division import WORD_KEYS
 
 CHAINS = 4
-"""Independent maxima, or sums, of a row: as many as hide the latency of one instruction."""
+"""Independent maxima, or sums, of a row: enough to hide the latency of one instruction."""
 
 
 @cute.jit
 def whole_row_max(scores: cute.Tensor) -> Float32:
-    """Maximum of a row, by instructions of three operands, over independent chains."""
+    """The maximum of a row, by three-operand instructions over independent chains."""
     first = 3 * CHAINS
     chains = [
         arithmetic.max3(scores[3 * i], scores[3 * i + 1], scores[3 * i + 2]) for i in range(CHAINS)
@@ -36,8 +36,8 @@ class WholeRow(NamedTuple):
 
     Attributes:
         maximum: (1,) base 2 logarithm of what ``total`` is relative to: not far below the maximum
-            of the scaled scores, or -inf while no key was visible.
-        offset: (1,) what is added in the exponent: -``maximum``, or 0 where that is infinite.
+            of the scaled scores, or -inf until a key is visible.
+        offset: (1,) what is added to the exponent: -``maximum``, or 0 if that is infinite.
         total: (2,) sums of the probabilities of even and of odd columns.
     """
 
@@ -47,34 +47,34 @@ class WholeRow(NamedTuple):
 
 
 def make_whole_row() -> WholeRow:
-    """Statistics in registers, yet to be reset."""
+    """Registers for the statistics of a row, to be reset before use."""
     return WholeRow(*(cute.make_rmem_tensor((size,), Float32) for size in (1, 1, 2)))
 
 
 @cute.jit
 def reset_whole_row(row: WholeRow) -> None:
-    """Statistics of no keys at all."""
+    """Resets the statistics to those of a row without keys."""
     row.maximum[0] = -Float32.inf
     row.offset.fill(0.0)
     row.total.fill(0.0)
 
 
-# 1 + c1 f + c2 f^2 + c3 f^3 + c4 f^4 is within 2.9e-6 of 2 ** f on [0, 1], relatively (minimax fit
-# with p(0) = 1). The best cubic has 8.6e-5 and saves half an instruction: enough for P, which is
-# rounded to 16 bits, but it would show in the sum, hence in the LSE, which is a float32.
+# 1 + c1 f + c2 f^2 + c3 f^3 + c4 f^4 is within a relative 2.9e-6 of 2 ** f on [0, 1] (minimax fit
+# with p(0) = 1). The best cubic has 8.6e-5 and saves half an instruction. That is enough for P,
+# which is rounded to 16 bits, but would show in the sum, and so in the LSE, which is a float32.
 POWER_OF_TWO = (0.69304484, 0.24128021, 0.05224245, 0.0134267)
 SMALLEST_LOG2 = -127.0
-"""Here the sum of the exponent fields is 0: the result is exactly 0, as it must be for -inf."""
+"""At this exponent the fields add up to 0: the result is exactly 0, as it must be for -inf."""
 ROUND_TO_INTEGER = 1.5 * 2.0**23 / SPAN + SMALLEST_LOG2 / SPAN
-"""Added to such a share, rounding down, it leaves the floor of the exponent in the low bits."""
+"""Added to a share with rounding down, it leaves the floor of the exponent in the low bits."""
 
 
 @cute.jit
 def exp2_by_polynomial(share0: Float32, share1: Float32) -> tuple[Float32, Float32]:
     """2 ** (SMALLEST_LOG2 + SPAN * share) of two shares, without the special function unit.
 
-    Results are 0 up to 2 ** -127, and right up to 2 ** 127. Exponent and fraction apart (Cody and
-    Waite, 1980); FlashAttention-4, arXiv:2603.05451, brought it to this place.
+    Results up to 2 ** -127 are 0; others, up to 2 ** 127, are right. Splits exponents into integer
+    and fraction (Cody and Waite, 1980); FlashAttention-4, arXiv:2603.05451, first did so here.
     """
     share = (share0, share1)
     magic = (Float32(ROUND_TO_INTEGER), Float32(ROUND_TO_INTEGER))
@@ -92,7 +92,7 @@ def exp2_by_polynomial(share0: Float32, share1: Float32) -> tuple[Float32, Float
 
 
 def takes_polynomial(pair: int, polynomials: int, scores: int) -> bool:
-    """Whether a pair of a row's scores is among the ``polynomials``, which are spread evenly."""
+    """Whether a pair of scores takes a polynomial; a row's ``polynomials`` are spread evenly."""
     pairs, chosen = scores // 2, polynomials // 2
     return (pair + 1) * chosen // pairs > pair * chosen // pairs
 
@@ -107,8 +107,8 @@ def exponentials(
 ):
     """Replaces scores by ``2 ** (score * scale_log2 + offset)``, which is at most 2 ** 127.
 
-    ``by_polynomial`` tells for each pair of them whether the special function unit is spared;
-    ``scale_share`` is ``scale_log2 / SPAN``.
+    ``by_polynomial`` says for each pair of scores whether a polynomial replaces the special
+    function unit; ``scale_share`` is ``scale_log2 / SPAN``.
     """
     factor, offsets = (scale_log2, scale_log2), (offset, offset)
     share_offset = offset * (1.0 / SPAN) - SMALLEST_LOG2 / SPAN
@@ -124,12 +124,12 @@ def exponentials(
 
 
 def no_sums() -> list:
-    """What ``add_pairs`` adds to at first."""
+    """The empty sums that ``add_pairs`` starts from."""
     return []
 
 
 def add_pairs(sums: list, values: cute.Tensor) -> list:
-    """Up to four independent sums of pairs, with the values of a part of a row added."""
+    """Returns up to four independent sums of pairs, with the values of part of a row added."""
     sums = list(sums)
     for i in range(cute.size(values) // 2):
         pair = (values[2 * i], values[2 * i + 1])
@@ -143,7 +143,7 @@ def add_pairs(sums: list, values: cute.Tensor) -> list:
 
 @cute.jit
 def add_to_total(row: WholeRow, shrink: Float32, sums: list):
-    """Shrinks the total, and adds what ``add_pairs`` made of the scores of a block."""
+    """Shrinks the total, and adds the sums that ``add_pairs`` returned for a block."""
     low = cute.arch.add_packed_f32x2(sums[0], sums[1])
     high = cute.arch.add_packed_f32x2(sums[2], sums[3])
     block = cute.arch.add_packed_f32x2(low, high)
@@ -152,7 +152,7 @@ def add_to_total(row: WholeRow, shrink: Float32, sums: list):
 
 
 def visible_bits(visible: Stretch, first: int) -> Int32:
-    """Bit i tells whether column ``first + i`` of a row is visible."""
+    """A word whose bit i says whether column ``first + i`` of a row is visible."""
     begin = cutlass.max(visible.start - first, 0)
     end = cutlass.max(visible.end - first, 0)
     return arithmetic.bits_from(begin) & ~arithmetic.bits_from(end)
@@ -160,15 +160,15 @@ def visible_bits(visible: Stretch, first: int) -> Int32:
 
 @cute.jit
 def same_segment_bits(row_id: Int32, ids: cute.Pointer, last: Int32) -> Int32:
-    """Bit i tells whether key i, or key ``last`` if that comes before, has the segment ``row_id``.
+    """A word whose bit i says whether key min(i, ``last``) is in the segment ``row_id``.
 
-    All rows of a warp see the same keys: its lanes share the reading. Called by whole warps.
+    All rows of a warp see the same keys, so its lanes share the loads. Called by whole warps.
     """
     mine = cute.make_tensor(ids, cute.make_layout(WORD_KEYS))[
         cutlass.min(cute.arch.lane_idx(), last)
     ]
     bits = Int32(0)
-    # Rolled: unrolled, the compiler has all words in registers at once, beside the scores.
+    # Rolled: if unrolled, the compiler keeps all words in registers at once, beside the scores.
     for i in cutlass.range(WORD_KEYS, unroll=1):
         bits = bits | (Int32(cute.arch.shuffle_sync(mine, i) == row_id) << i)
     return bits
@@ -176,7 +176,7 @@ def same_segment_bits(row_id: Int32, ids: cute.Pointer, last: Int32) -> Int32:
 
 @cute.jit
 def mask_by_bits(scores: cute.Tensor, bits: Int32, first: cutlass.Constexpr[int]):
-    """Sets those of the scores from column ``first`` on to -inf whose bit is 0."""
+    """Sets to -inf the scores, from column ``first`` on, whose bit is 0."""
     for i in cutlass.range_constexpr(WORD_KEYS):
         is_visible = (bits & (1 << i if i < WORD_KEYS - 1 else -(1 << i))) != 0
         scores[first + i] = scores[first + i] if is_visible else -Float32.inf

@@ -1,4 +1,4 @@
-"""What surrounds the roles of a Blackwell kernel, forward and backward alike.
+"""What surrounds the roles of a Blackwell kernel, in the forward and the backward alike.
 
 First words of shared memory, mbarriers of all edges, tensor memory, synchronisation of a CTA or a
 pair, the scan for segments, and the ends of edges that each role holds. All of it follows from the
@@ -21,13 +21,13 @@ class Control(NamedTuple):
     """The first words of a CTA's shared memory."""
 
     mbarriers: cute.Pointer  # those of all edges
-    zero_fill: cute.Pointer  # one mbarrier, of loads whose last rows become zero
+    zero_fill: cute.Pointer  # one mbarrier, for loads whose last rows become zero
     tmem_address: cute.Pointer
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
 
 def control_storage(plan: edges.Plan) -> type:
-    """The struct behind ``Control``, to begin a kernel's shared memory with."""
+    """The struct behind ``Control``, with which a kernel's shared memory begins."""
 
     @cute.struct
     class Storage:
@@ -75,7 +75,7 @@ def _make_ends(plan: edges.Plan, mbarriers: cute.Pointer) -> AllEnds:
 
 
 def _cluster_sync():
-    """Waits for all threads of the cluster that have not ended."""
+    """Waits for all threads of the cluster that have not exited."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 
@@ -86,7 +86,7 @@ def start(
 ) -> Started:
     """Initialises mbarriers, and has the role ``tmem_role`` allocate all of tensor memory.
 
-    The whole CTA calls, both CTAs of a pair; all of it is visible to all of them afterwards.
+    Called by all threads of the CTA, or of both CTAs of a pair; all see the results afterwards.
     """
     plan, is_pair = variant.plan, variant.plan.ctas == 2
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -103,13 +103,13 @@ def start(
     cute.arch.mbarrier_init_fence()
     umma.before_thread_sync()
     if const_expr(is_pair):
-        # HAZARD: nobody may arrive at the other CTA's barriers before they exist.
+        # HAZARD: no thread may arrive at the other CTA's barriers before they are initialised.
         _cluster_sync()
     else:
         cute.arch.sync_threads()
     umma.after_thread_sync()
-    # All columns are this CTA's, so the first is number 0: known at compile time, unlike what was
-    # written to tmem_address, and no registers need be spent on sums with it.
+    # The CTA has all columns, so the first is number 0. Unlike the value at tmem_address, that is
+    # known at compile time, so that addresses relative to it cost no registers.
     tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
     return Started(warp, ends, tmem)
 
@@ -118,7 +118,7 @@ def start(
 def narrow(
     variant: cutlass.Constexpr, x: Any, scan: cutlass.Constexpr[Callable[..., None]]
 ) -> None:
-    """Runs ``scan(variant, x)`` if it has a use; its result is visible to the whole CTA."""
+    """Runs ``scan(variant, x)`` if it is of use; its result is visible to the whole CTA."""
     if const_expr(variant.is_general):
         if dense_mask.narrows(x.scalars):
             scan(variant, x)
@@ -128,10 +128,10 @@ def narrow(
 def pipes_of(
     plan: edges.Plan, role: str, bundle: type, ends: AllEnds, tile: int | None = None
 ) -> Any:
-    """The ends that ``role`` holds, in its ``bundle``, a NamedTuple whose fields are edges.
+    """The ends that ``role`` holds, as its ``bundle``, a NamedTuple with fields named after edges.
 
-    With ``tile``, those that are numbered by query tile: field ``s`` is the edge ``s0`` of tile 0.
-    An edge that the kernel does not have is None.
+    With ``tile``, the ends of that query tile: for tile 0, the field ``s`` is the edge ``s0``. The
+    field of an edge that the kernel does not have is None.
     """
     held = {
         edge.data: ends.producers[i] if edge.producer == role else ends.consumers[i]
@@ -149,10 +149,10 @@ def free_tmem(
     warp: Int32,
     tmem_role: cutlass.Constexpr[str],
 ) -> None:
-    """Frees tensor memory. The warps call that the plan's barrier "done" counts, when done with it.
+    """Frees tensor memory. The warps counted by the plan's barrier "done" call when done with it.
 
-    HAZARD: nobody may read it any more. A pair frees it together, when neither CTA has anything
-    left to do with it, or with the other's shared memory (PTX ISA, "Issue Granularity" of tcgen05).
+    HAZARD: no thread may read it any more. A pair frees it together, when neither CTA still uses
+    it or the other's shared memory (PTX ISA, "Issue Granularity" of tcgen05).
     """
     plan = variant.plan
     if const_expr(plan.ctas == 2):
@@ -164,7 +164,7 @@ def free_tmem(
 
 
 def arrive(barrier: cute.Pointer):
-    """One arrival at an mbarrier of this CTA, without a register for the number of arrivals."""
+    """Arrives once at an mbarrier of this CTA, without a register for the number of arrivals."""
     cute.arch.inline_ptx(
         "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier.toint()]
     )
@@ -172,7 +172,7 @@ def arrive(barrier: cute.Pointer):
 
 @cute.jit
 def signal(slot: Any) -> None:
-    """One arrival for this warp at the barrier of ``slot``, after what all its lanes did."""
+    """Arrives once for this warp at the barrier of ``slot``, after all its lanes' earlier work."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         slot.commit()

@@ -1,16 +1,16 @@
 """What the tensor core of Blackwell adds to the plans of ``edges.py``.
 
-It arrives at mbarriers by itself, when what it was given before has retired; it has a memory of its
-own, whose columns a plan shares out; and its products can be those of two CTAs.
+The tensor core arrives at mbarriers by itself, when all work issued to it before has retired; it
+has a memory of its own, whose columns a plan allocates; and two CTAs can share its products.
 
 # Note [Edges that cross a pair]
-Two CTAs of a cluster can share tcgen05 products (``.cta_group::2``), which the first of them, the
-leader, issues. The role that does is ``leader_only``; an edge with this role at one end crosses the
-pair. Every CTA has barriers of its own, at the same offsets. Towards the leader, only its barriers
-are used: TMA of both CTAs counts its bytes there, threads of both arrive there, and counts double.
-From the leader, its tensor core's arrivals go to both CTAs at once. All else stays within a CTA,
-but for copies from the shared memory of one to that of the other: each CTA expects on its own edge
-what the same role of the other sends.
+Two CTAs of a cluster can share tcgen05 products (``.cta_group::2``). The first CTA, the leader,
+issues them. The role that does so is ``leader_only``; an edge with this role at one end crosses the
+pair. Every CTA has barriers of its own, at the same offsets. Edges towards the leader use only its
+barriers: TMA loads of both CTAs count their bytes there, threads of both arrive there, and expected
+counts double. On edges from the leader, its tensor core arrives in both CTAs at once. All else
+stays within a CTA, except copies from the shared memory of one CTA to that of the other: each CTA
+expects on its own edge what the same role of the other sends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jax_fa.kernels.edges import BY_HARDWARE, Ends, Plan, PlanError
 
 TMEM_COLS = 512
 LEADER = 0
-"""Rank in its pair of the CTA that issues the products of both, and at whose barriers threads of
-both arrive."""
+"""The rank, within a pair, of the CTA that issues the products of both, and at whose barriers the
+threads of both arrive."""
 BOTH_CTAS = 0b11
-"""Ranks at whose barriers the tensor core arrives for a pair, as a mask."""
+"""The CTAs of a pair at whose barriers the tensor core arrives, as a mask of ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TmemRange:
 
     @property
     def end(self) -> int:
-        """First column behind it."""
+        """The first column after the range."""
         return self.start + self.cols
 
 
@@ -104,7 +104,7 @@ def _hosts(plan: TensorPlan, range_: TmemRange) -> set[str]:
 
 
 def make_edge(plan: Plan, data: str, barrier_storage: Any) -> Ends:
-    """``edges.make_edge`` of any edge."""
+    """Does for edges of every kind what ``edges.make_edge`` does."""
     from cutlass import cute, pipeline
 
     edge = plan.edge(data)
@@ -121,8 +121,8 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> Ends:
     else:
         ring = edges.make_ring(plan, edge, barrier_storage)
     if ctas > 1:
-        # The pipelines compute whom to tell from the CTA's rank. Constants take no registers: with
-        # D = 128, the rank, needed everywhere, was spilled.
+        # The pipelines compute from the CTA's rank which CTAs to signal. Constants take no
+        # registers: with D = 128, the rank was needed everywhere, and was spilled.
         by_hardware = BY_HARDWARE[edge.kind]
         ring = replace(
             ring,

@@ -1,4 +1,4 @@
-"""Products by tcgen05, tensor memory, and what threads that hold a row of it do with the row."""
+"""Products by tcgen05, copies of rows of tensor memory, and stores by threads that hold a row."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from jax_fa.kernels.primitives import cta_group
 
 VECTOR_BITS = 128
-"""Of the widest access."""
+"""Bits of the widest memory access."""
 
 
 def make_umma(
@@ -21,10 +21,10 @@ def make_umma(
     a_major: OperandMajorMode = OperandMajorMode.K,
     rows: int = 128,
 ) -> object:
-    """A 128 x ``columns`` tcgen05 product with float32 accumulation in tensor memory.
+    """A ``rows`` x ``columns`` tcgen05 product with float32 accumulation in tensor memory.
 
-    Of two ``ctas`` each has ``rows`` rows of A and of the result, and one half of B's columns, of
-    which both use all. 64 rows of the result lie in all 128 lanes: the first half of their columns
+    With two ``ctas``, each has ``rows`` rows of A and of the result, and half of B's columns; both
+    use all of these. 64 rows of the result then lie in all 128 lanes: the first half of the columns
     in lanes 0 to 63, the second in the others (PTX ISA, "Data Path Layout Organization").
     """
     source = tcgen05.OperandSource.TMEM if a_in_tmem else tcgen05.OperandSource.SMEM
@@ -58,12 +58,12 @@ def issue_umma(
 ):
     """Issues the tcgen05.mma of ``acc (+)= A B`` for some 16-wide slabs of the K mode.
 
-    ``slabs`` are numbers in A; B holds those from ``first_of_b`` on. The first slab of A starts a
-    new sum unless ``accumulate``. The K mode of the fragments ``a`` and ``b`` is the last. Called
-    by a whole warp. Work of one CTA is done in the order of issue; an edge's commit tells when.
+    ``slabs`` are numbers of slabs in A; B starts with slab ``first_of_b``. Slab 0 starts a new sum
+    unless ``accumulate``. The K mode of ``a`` and ``b`` is the last mode. Called by a whole warp.
+    The products of a CTA are executed in issue order; an edge's commit signals their completion.
     """
-    # Rolled: the tensor core takes 64 cycles for a slab of 128 x 128, ample for computing the next
-    # descriptors, which the compiler, if unrolled, keeps for all slabs at once, and spills.
+    # Rolled: the tensor core takes 64 cycles for a slab of 128 x 128, ample time to compute the
+    # next descriptors. If unrolled, the compiler keeps those of all slabs at once, and spills.
     for k in cutlass.range(slabs.start, slabs.stop, unroll=1):
         atom = cute.make_mma_atom(mma.op)
         atom.set(tcgen05.Field.ACCUMULATE, Boolean(accumulate) | (k > 0))
@@ -71,7 +71,7 @@ def issue_umma(
 
 
 def tmem_rows(tmem: cute.Pointer, first_column: int, columns: int) -> cute.Tensor:
-    """(128, columns) of tensor memory, in 32-bit words; a lane is a row."""
+    """A (128, columns) view of tensor memory, in 32-bit words; a lane is a row."""
     layout = cute.make_layout((128, columns), stride=(1 << 16, 1))
     return cute.make_tensor(tmem + first_column, layout)
 
@@ -102,32 +102,32 @@ class TmemCopy(NamedTuple):
 
 
 def tmem_load(rows: cute.Tensor, width: int, thread: Int32) -> TmemCopy:
-    """Loads of ``width`` columns of ``rows`` by the ``thread``-th of 128 threads."""
+    """Loads of ``rows``, ``width`` columns at a time, by the ``thread``-th of 128 threads."""
     op = tcgen05.copy.Ld32x32bOp(tcgen05.copy.Repetition(width))
     copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), rows)
     return TmemCopy(copy, copy.get_slice(thread).partition_S(rows))
 
 
 def tmem_store(rows: cute.Tensor, width: int, thread: Int32) -> TmemCopy:
-    """Stores of ``width`` columns of ``rows`` by the ``thread``-th of 128 threads."""
+    """Stores to ``rows``, ``width`` columns at a time, by the ``thread``-th of 128 threads."""
     op = tcgen05.copy.St32x32bOp(tcgen05.copy.Repetition(width))
     copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), rows)
     return TmemCopy(copy, copy.get_slice(thread).partition_D(rows))
 
 
 def before_thread_sync():
-    """Orders this thread's tcgen05 operations before what it does next to synchronise."""
+    """Orders this thread's earlier tcgen05 operations before the synchronisation that follows."""
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
 
 
 def after_thread_sync():
-    """Orders this thread's tcgen05 operations after the synchronisation it has just passed."""
+    """Orders this thread's later tcgen05 operations after the synchronisation just passed."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
 @cute.jit
 def copy_row(source: cute.Tensor, row: cute.Tensor, first: Int32 | int) -> None:
-    """Stores registers from column ``first`` of a row on, 16 bytes at a time, as far as it goes."""
+    """Stores registers to a row from column ``first`` on, 16 bytes at a time, up to its end."""
     width = VECTOR_BITS // source.element_type.width
     source = cute.make_tensor(source.iterator, cute.make_layout(cute.size(source)))
     for i in cutlass.range_constexpr(cute.size(source) // width):

@@ -4,11 +4,11 @@
     main   load        k  v  q(n)  do(n)  q(n-1)  do(n-1) ...
            consume i   S dP(n)  P dS |barrier| dQ dV dK(n)  dQ sums += | S dP(n-1)  P dS | ...
            consume j   the same for 64 other keys
-           hold_dq_semaphore  in a deterministic run, orders the additions to the sums, or adds
+           hold_dq_semaphore  in deterministic runs, orders the additions to the sums or makes them
     finish             dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv      (backward_rows.py)
 
-With a bias that is broadcast along nothing, consumers write dS to its gradient, too, which is
-cleared before main where blocks are not visited: ``bwd_dbias.py``.
+With a bias that is not broadcast, consumers also write dS to its gradient, which is cleared before
+main if some blocks may not be visited: ``bwd_dbias.py``.
 
 The method is FlashAttention's (Dao, arXiv:2307.08691; Shah et al., arXiv:2407.08608); roles, edges
 and memory: ``plan_bwd.py``; conventions: ``jax_fa/spec/problem.py``.

@@ -1,10 +1,10 @@
-"""The gradient of a bias that every pair has an element of: each is one dS of Hopper's backward.
+"""The gradient of a bias with one element per pair: each is one dS of Hopper's backward.
 
-A bias that is broadcast along nothing needs no kernel of its own for its gradient, which would
-compute S and dP once more (``sm90/dbias.py``): ``store`` writes what a step has in registers.
+The gradient of a bias that is not broadcast needs no kernel of its own, which would compute S and
+dP once more (``sm90/dbias.py``): ``store`` writes the dS that a step has in registers.
 
-A step writes all pairs of its block that exist; those that are hidden have dS = 0, since P is 0 and
-rows beyond a sequence were zeroed before the products. Blocks that no tile visits are ``clear``'s.
+A step writes dS of all pairs of its block that exist; hidden ones have dS = 0, since P is 0 and
+rows beyond a sequence were zeroed before the products. ``clear`` zeroes blocks that no tile visits.
 """
 
 from typing import Any
@@ -23,11 +23,11 @@ from jax_fa.spec.band import UNBOUNDED
 
 CLEAR_THREADS = 256
 CLEAR_CTAS = 8
-"""For each multiprocessor, at most."""
+"""The maximum per multiprocessor."""
 
 
 def of_call(x: Any) -> Bias:
-    """The gradient, which has the extents of the bias."""
+    """The gradient as a ``Bias``: it has the extents of the bias."""
     return x.scalars.bias._replace(array=x.scalars.dbias)
 
 
@@ -35,7 +35,7 @@ def of_call(x: Any) -> Bias:
 def store(
     variant: cutlass.Constexpr, x: Any, c: Any, work: Work, at: Step, ds: cute.Tensor
 ) -> None:
-    """Writes dS of a step, not yet rounded, if there is a bias whose gradient is asked for.
+    """Rounds and writes a step's ``ds``, if there is a bias whose gradient is asked for.
 
     ``c`` is as for ``fragment_bias_columns.load``, which reads the bias of the same pairs.
     """
@@ -71,14 +71,14 @@ def store_columns(
     """Writes a fragment whose rows are keys and whose columns are queries.
 
     Args:
-        dtype: of the elements written.
-        dbias: where they go.
+        dtype: type of the elements written.
+        dbias: the gradient that receives them.
         head: address of the gradient of the query head.
         first_row: query of the thread's first column.
-        first_key: that of the thread's first row.
+        first_key: key of the thread's first row.
         ds: the fragment.
     """
-    # As for fragment_bias_columns.load_columns: no address is to be computed ahead of the steps.
+    # As for fragment_bias_columns.load_columns: no address may be computed ahead of the steps.
     first_row, first_key, own_rows, own_keys = (
         primitives.opaque(value) for value in (first_row, first_key, dbias.rows, dbias.keys)
     )
@@ -95,12 +95,12 @@ def store_columns(
 
 
 def rows_left(dbias: Bias, first_row: Int32, key: Int32) -> Int32:
-    """How many rows from ``first_row`` on have an element for a key, which may be beyond all."""
+    """The number of rows from ``first_row`` on; 0 if ``key`` is beyond the last."""
     return (dbias.rows - first_row) * Int32(key < dbias.keys)
 
 
 def store_element(dtype: type, address: Int64, value: Float32, is_there: Boolean) -> None:
-    """Writes ``value``, rounded to ``dtype``, to global memory, or nothing."""
+    """Writes ``value``, rounded to ``dtype``, to global memory if ``is_there``."""
     rounding = {BFloat16: "cvt.rn.bf16.f32", Float32: "mov.b32"}.get(dtype, "cvt.rn.f16.f32")
     bits = f"b{dtype.width}"
     cute.arch.inline_ptx(
@@ -111,7 +111,7 @@ def store_element(dtype: type, address: Int64, value: Float32, is_there: Boolean
 
 
 def leaves_blocks_out(scalars: Scalars) -> Boolean:
-    """Whether there may be blocks of pairs that no step is about."""
+    """Whether there may be blocks of pairs that no step processes."""
     bounds = (scalars.window_left != UNBOUNDED) | (scalars.window_right != UNBOUNDED)
     lengths = scalars.sequences.lengths
     used = tiles.is_present(lengths.own) | tiles.is_present(lengths.swept)
@@ -121,7 +121,7 @@ def leaves_blocks_out(scalars: Scalars) -> Boolean:
 
 @cute.jit
 def clear(call: BackwardCall) -> None:
-    """Launches ``clear_kernel`` where steps leave elements of the gradient unwritten."""
+    """Launches ``clear_kernel`` if steps may leave elements of the gradient unwritten."""
     scalars = call.scalars
     if tiles.is_present(scalars.dbias) & leaves_blocks_out(scalars):
         bias = scalars.bias
@@ -137,7 +137,7 @@ def clear(call: BackwardCall) -> None:
 
 @cute.kernel
 def clear_kernel(address: Int64, size_bytes: Int64) -> None:
-    """Sets memory to zero, 16 bytes a thread at a time; an even number of them."""
+    """Sets an even number of bytes to zero, 16 per thread at a time."""
     thread, num_ctas = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
     at = (cute.arch.block_idx()[0].to(Int64) * CLEAR_THREADS + thread) * VECTOR_BYTES
     step = num_ctas.to(Int64) * (CLEAR_THREADS * VECTOR_BYTES)

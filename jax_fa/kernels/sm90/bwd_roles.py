@@ -1,4 +1,4 @@
-"""The roles of the Hopper backward: load, consume, hold_dq_semaphore; picture: ``bwd.py``."""
+"""The roles of the Hopper backward: load, consume, hold_dq_semaphore; diagram: ``bwd.py``."""
 
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ from jax_fa.kernels.unmasked import hides_pairs
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes):
-    """Loads each tile's keys and values, and for each of its heads all query blocks. One warp."""
+    """Loads each tile's keys and values, and the query blocks of all its heads. One warp."""
     k, v, q, dout = pipes.k, pipes.v, pipes.q, pipes.dout
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
@@ -73,7 +73,7 @@ def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes):
                     load_query_block(variant, x, "dout", "delta", work, head, block, slot)
                 block = next_block(variant, x, work, block)
         tile = tile_at(variant, x, tile.slot + 1)
-    # HAZARD: the CTA may not end while consumers still have arrivals to make here.
+    # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
     k.tail()
     v.tail()
     q.tail()
@@ -110,7 +110,7 @@ def load_statistic(
         ring: (rows of a block, stages) in shared memory.
         head: query head.
         first: row of the block's first query.
-        slot: stage of the ring; counts the bytes.
+        slot: stage of the ring, whose barrier counts the bytes.
     """
     source = cute.domain_offset((first,), statistic[None, head])
     bulk_load(source, ring[None, slot.index], slot.barrier)
@@ -154,15 +154,15 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
         if x.scalars.deterministic != 0:
             primitives.meet(variant, "dq_free")
     if const_expr(variant.config.stages_dq == "always"):
-        # HAZARD: the CTA may not end, and its shared memory go, before all of it has been added.
+        # HAZARD: the CTA, and with it its shared memory, must outlast the additions of staged dQ.
         cute.arch.cp_async_bulk_wait_group(0)
 
 
 @cute.jit
 def zero_fill(variant: cutlass.Constexpr, c: BackwardConsumer, tile: cute.Tensor, used: Int32):
-    """Sets the rows of a tile from ``used`` on to zero. All consumers call.
+    """Sets the rows of a tile from ``used`` on to zero. Called by all consumers.
 
-    Absent rows have P = 0 and dS = 0, but may hold anything, and 0 * NaN is not 0.
+    P and dS of absent rows are 0, but the rows may hold anything, and 0 * NaN is not 0.
     """
     words = cute.recast_tensor(tile, Int32)
     rows, columns = cute.size(words, mode=[0]), cute.size(words, mode=[1])
@@ -198,10 +198,10 @@ def step(
     """Adds a query block's part of dK and dV to the accumulators, and reduces dQ to global memory.
 
     Products retire in the order of issue, so ``wait_group(n)`` leaves the n youngest running. None
-    runs across the border of two steps: ptxas would give up on asynchrony (C7514, CUDA 13.0). Where
-    dV does not go first, to run while consumers meet at the barrier of dS, it runs behind dQ, while
-    that is reduced: ``HopperBackward.issues_dv_early``. In a deterministic run dQ goes first, since
-    others wait for it (H100, D = 128, causal, 2 x 8192: 454 TFLOP/s, behind dV 445).
+    runs across the border of two steps: ptxas would serialise them (C7514, CUDA 13.0). dV is issued
+    either early, to run while consumers meet at the barrier of dS, or after dQ, to run while dQ is
+    reduced: ``HopperBackward.issues_dv_early``. In a deterministic run dQ always goes first, since
+    others wait for it (H100, D = 128, causal, 2 x 8192: 454 TFLOP/s; after dV, 445).
     """
     waits_for_s = not variant.config.overlaps_dp
     q, dout = pipes.q, pipes.dout
@@ -228,7 +228,7 @@ def step(
     slope = cute.make_rmem_tensor_like(p) if const_expr(variant.config.rounds_slope) else c.s
     to_powers(variant, x, c, lse2, p, slope)
     if const_expr(waits_for_s):
-        # P and slope take the room of S; there is none for dP beside that.
+        # P and slope have replaced S in registers; dP does not fit beside S.
         dout_full = dout.wait_and_advance()
         start_dp(variant, x, c, dout_full, used, dp)
     delta = statistic(variant, c, x.smem.delta[None, dout_full.index])
@@ -269,7 +269,7 @@ def step(
     else:
         warpgroup.wait_group(2)
     reduce_dq(variant, deterministic, x, c, PartOfDq(work, at, dq))
-    # Here, since products run and registers are free: dQ is gone, the next scores are to come.
+    # Computed here, while products run and registers are free, between dQ and the next scores.
     # Before the softmax D = 256 spilled, and where heads share keys full masks were slower (H200,
     # D = 128, 2 x 8192, forward and backward, ms: 32:1 heads 13.4, here 12.4; 16:16 6.50 and 6.59).
     following = next_step(variant, x, work, at)
@@ -291,7 +291,7 @@ def to_powers(
     p: cute.Tensor,
     slope: cute.Tensor,
 ):
-    """Computes P of the scores, rounded but where that is for later, and P times a cap's slope."""
+    """Computes P from the scores, rounded unless ``rounds_late``, and P times a cap's slope."""
     score_log2 = x.scalars.score_log2
     if const_expr(variant.rounds_late):
         exponentiate(variant, c.s, lse2, score_log2, None, c.s)
@@ -305,7 +305,7 @@ def to_powers(
 
 
 def statistic(variant: BackwardVariant, c: BackwardConsumer, stats: cute.Tensor) -> cute.Tensor:
-    """``stats`` of this thread's columns; on their way to registers, if there is room for them."""
+    """``stats`` of this thread's columns, loaded to registers if there is room, else a view."""
     if variant.config.loads_statistics:
         return loaded_columns(c, stats, c.s)
     return own_columns(c, stats)
@@ -320,7 +320,7 @@ def start_dp(
     used: Int32,
     dp: cute.Tensor,
 ):
-    """Issues ``dp = V dO^T``; of the block of dO, the first ``used`` rows are the sequence's."""
+    """Issues ``dp = V dO^T``; the first ``used`` rows of the dO block are the sequence's."""
     if const_expr(variant.is_general):
         if used < variant.config.block_q:
             zero_fill(variant, c, x.smem.dout[None, None, dout_full.index], used)
@@ -342,10 +342,10 @@ def fetch_bias(
     work: Work,
     at: Step,
 ) -> None:
-    """Starts the loads of the bias of a step's scores, if there is a bias and such a step.
+    """Starts the loads of the bias for a step's scores, if there are a bias and such a step.
 
-    ``is_ahead`` says whether the step before is under way: some kernels load then, others once the
-    step has begun.
+    ``is_ahead`` says whether the step is still to begin: some kernels load then
+    (``HopperBackward.looks_ahead``), others once the step has begun.
     """
     if const_expr(variant.key.has_bias and variant.config.looks_ahead == is_ahead):
         if const_expr(is_ahead):
@@ -357,7 +357,7 @@ def fetch_bias(
 
 @cute.jit
 def to_logits(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer) -> None:
-    """Adds the bias to the scores, and caps them, if there is either."""
+    """Caps the scores if there is a soft cap, and adds the bias if there is one."""
     if const_expr(variant.key.has_soft_cap):
         softmax.cap(c.s, x.scalars.cap_inner_log2)
     if const_expr(variant.key.has_bias):
@@ -368,9 +368,9 @@ def to_logits(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsume
 def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
     """Acquires the dQ semaphore for the consumers and releases it after them. One warp.
 
-    In a deterministic run only: Note [Turns] in ``backward_work.py``. Where consumers leave dQ in
-    shared memory, this warp reduces it, and they go on; else they do, and all wait. A second warp,
-    which released the semaphore while the first acquired the next one, made it no faster.
+    Only in a deterministic run: Note [Turns] in ``backward_work.py``. If consumers stage dQ in
+    shared memory, this warp reduces it while they go on; else they reduce it, and this warp waits.
+    A second warp that released the semaphore while the first acquired the next was no faster.
     """
     is_staged = const_expr(variant.config.stages_dq != "never")
     if const_expr(is_staged):
@@ -388,7 +388,7 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
                 primitives.arrive(variant, "dq_acquired")
                 primitives.meet(variant, "dq_reduced")
             # HAZARD: every addition must be visible before the next key block acquires. The
-            # consumers added before the barrier, hence before this release.
+            # consumers add before the barrier, hence before this release.
             pass_turn(variant, x, work, at)
             at = next_step(variant, x, work, at)
         tile = tile_at(variant, x, tile.slot + 1)
@@ -396,7 +396,7 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
 
 @cute.jit
 def reduce_staged(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: Step):
-    """Adds the dQ of all consumers, from shared memory, and returns once that is done. One warp."""
+    """Adds the staged dQ of all consumers to the sums, and waits until that is done. One warp."""
     place = place_of_dq(variant, work, at)
     size_bytes = variant.dq_fours * variant.config.num_consumers * backward_rows.VECTOR_BYTES
     target = x.scratch.dq_sum[None, place, at.head].iterator
@@ -411,7 +411,7 @@ def reduce_staged(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at
 
 
 class PartOfDq(NamedTuple):
-    """What a consumer computed of dQ, and in which step of its work."""
+    """A consumer's part of dQ, and the step that computed it."""
 
     work: Work
     at: Step
@@ -419,7 +419,7 @@ class PartOfDq(NamedTuple):
 
 
 def place_of_dq(variant: BackwardVariant, work: Work, at: Step) -> Int32:
-    """Where a query block begins in ``Scratch.dq_sum``, in fours."""
+    """The position of a query block in ``Scratch.dq_sum``, in fours."""
     row = work.scratch_row + at.q_block * variant.config.block_q
     return row * (variant.key.head_dim // backward_rows.FLOATS)
 
@@ -432,14 +432,14 @@ def reduce_dq(
     c: BackwardConsumer,
     part: PartOfDq,
 ):
-    """Adds this consumer's part of dQ to the sums, in a deterministic run in its turn."""
+    """Adds this consumer's part of dQ to the sums; in a deterministic run, when its turn comes."""
     stages = variant.config.stages_dq
     if const_expr(deterministic and stages == "never"):
         primitives.meet(variant, "dq_acquired")
         add_dq(variant, x, c, part)
         primitives.arrive(variant, "dq_reduced")
     elif const_expr(deterministic):
-        # HAZARD: the part of the step before must have been read before this one takes its place.
+        # HAZARD: the previous step's part must have been read before this one overwrites it.
         primitives.meet(variant, "dq_free")
         stage_dq(variant, x, c, part.values)
         primitives.arrive(variant, "dq_staged")
@@ -473,16 +473,16 @@ def stage_dq(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer
         for j in cutlass.range_constexpr(backward_rows.FLOATS):
             four[j] = acc[backward_rows.FLOATS * i + j]
         cute.autovec_copy(four, sPart[None, i * own.step])
-    # HAZARD: these stores went through the generic proxy, the addition reads through the async one.
+    # HAZARD: these stores go through the generic proxy, the addition reads through the async one.
     cute.arch.fence_view_async_shared()
 
 
 @cute.jit
 def add_staged(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, part: PartOfDq):
-    """``add_dq`` through shared memory: each warp leaves its part there, and TMA adds it."""
+    """``add_dq`` through shared memory: each warp writes its part there, and TMA adds it."""
     size = cute.size(part.values) // backward_rows.FLOATS * edges.WARP
     of_warp = cute.arch.make_warp_uniform(c.thread // edges.WARP) * size
-    # HAZARD: the part of the step before must have been read before this one takes its place.
+    # HAZARD: the previous step's part must have been read before this one overwrites it.
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
     stage_dq(variant, x, c, part.values)

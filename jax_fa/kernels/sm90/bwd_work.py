@@ -36,12 +36,12 @@ class BackwardVariant(NamedTuple):
 
     @property
     def is_general(self) -> bool:
-        """Any operand that hides keys may be present."""
+        """Whether operands that hide keys may be present."""
         return self.key.mask == "general"
 
     @property
     def may_cap(self) -> bool:
-        """Logits may be bounded by a soft cap."""
+        """Whether logits may be bounded by a soft cap."""
         return self.key.has_soft_cap or self.key.has_bias
 
     @property
@@ -51,7 +51,7 @@ class BackwardVariant(NamedTuple):
 
     @property
     def rounds_late(self) -> bool:
-        """P is rounded once dS is computed, or when it is handed over: there is no other slope."""
+        """Whether P, being also the slope, is rounded only once dS is computed or P is stored."""
         return not self.may_cap
 
     @property
@@ -64,29 +64,29 @@ class BackwardVariant(NamedTuple):
 
     @property
     def dq_fours(self) -> int:
-        """Fours of that part."""
+        """The number of fours in ``dq_shape``."""
         rows, columns = self.dq_shape
         return rows * columns // FLOATS
 
     @property
     def s_columns(self) -> int:
-        """Queries of a block whose scores one consumer computes."""
+        """The number of queries of a block whose scores one consumer computes."""
         config = self.config
         return config.block_q if config.splits_keys else config.block_q // config.num_consumers
 
     @property
     def column_parts(self) -> int:
-        """Consumers that share the columns of dK and dV."""
+        """The number of consumers that share the columns of dK and dV."""
         return 1 if self.config.splits_keys else self.config.num_consumers
 
     @property
     def dk_columns(self) -> int:
-        """Columns of dK that one consumer computes."""
+        """The number of columns of dK that one consumer computes."""
         return self.key.head_dim // self.column_parts
 
     @property
     def dv_columns(self) -> int:
-        """Columns of dV that one consumer computes."""
+        """The number of columns of dV that one consumer computes."""
         return self.key.value_dim // self.column_parts
 
 
@@ -97,7 +97,7 @@ class BackwardLayouts(NamedTuple):
     v: cute.ComposedLayout  # (block_kv, Dv)
     q: cute.ComposedLayout  # (block_q, D, q_stages)
     dout: cute.ComposedLayout  # (block_q, Dv, dout_stages)
-    ds: cute.ComposedLayout  # (block_q, block_kv, DS_STAGES), and of P
+    ds: cute.ComposedLayout  # (block_q, block_kv, DS_STAGES); also the layout of P
 
 
 def make_layouts(variant: BackwardVariant) -> BackwardLayouts:
@@ -124,7 +124,7 @@ class BackwardSmem(NamedTuple):
     q: cute.Tensor  # (block_q, D, q_stages)
     dout: cute.Tensor  # (block_q, Dv, dout_stages)
     ds: cute.Tensor  # (block_q, block_kv, DS_STAGES)
-    p: cute.Tensor  # the same; the memory of ds where consumers own keys, and unused
+    p: cute.Tensor  # as ds; unused, and in the memory of ds, where consumers own keys
     lse2: cute.Tensor  # (block_q, q_stages)
     delta: cute.Tensor  # (block_q, dout_stages)
     dq: Any  # (4, fours of a consumer's part, consumers), or None if it is not staged
@@ -152,7 +152,7 @@ class BackwardPipes(NamedTuple):
 
 
 class QueryPipes(NamedTuple):
-    """A consumer's ends of the edges that queries and dO arrive by."""
+    """A consumer's ends of the edges that carry queries and dO."""
 
     q: PipelineConsumer
     dout: PipelineConsumer
@@ -185,7 +185,7 @@ class BackwardConsumer(NamedTuple):
     s: cute.Tensor  # accumulator of 64 x block_q
     dk: cute.Tensor  # accumulator of 64 x D
     dv: cute.Tensor  # accumulator of 64 x Dv
-    bias: Any  # words of the bias of the next scores, one each, or None without one
+    bias: Any  # words of the bias for the next scores, one per score, or None without one
     first_key: Int32  # of this consumer in the tile
     first_query: Int32  # of this consumer's scores in the block
     index: Int32

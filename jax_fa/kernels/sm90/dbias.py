@@ -1,13 +1,13 @@
-"""Hopper's gradient of a bias: dS, summed over all that the bias is broadcast along.
+"""Hopper's gradient of a bias: dS, summed over every dimension that the bias is broadcast along.
 
     load        q k  dO v (0) | q k  dO v (1) | ...      of all batches and heads of a tile
     consume i   S dP(0)  P  sums += P (dP - delta) | S dP(1) ...      64 rows of the tile
     consume j   the same for 64 other rows
 
-A tile of the bias is in the registers of one CTA, which alone writes it: the order of the sums is
-always the same, and nothing of size [B, N, T, S] is made unless the bias is. Where tiles are few
-and shared by many, parts of those have a CTA each, and ``merge`` sums what they wrote. Roles,
-edges and memory: ``plan_dbias.py``; conventions: ``jax_fa/spec/problem.py``.
+One CTA keeps the gradient of a tile of the bias in registers and alone writes it: the order of the
+sums is always the same, and no array of size [B, N, T, S] is made unless the bias is one. Where few
+tiles are shared by many batches and heads, each CTA sums over a part of these, and ``merge`` adds
+the results. Roles, edges and memory: ``plan_dbias.py``; conventions: ``jax_fa/spec/problem.py``.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The roles of Hopper's gradient of a bias: load, consume; ``dbias.py`` has the picture."""
+"""The roles of Hopper's gradient of a bias: load, consume; ``dbias.py`` has the diagram."""
 
 import cutlass
 import cutlass.cute as cute
@@ -22,7 +22,7 @@ from jax_fa.kernels.sm90.dbias_work import DbiasContext, DbiasPipes, make_consum
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> None:
-    """Loads, for each tile of the bias, the blocks that it is added to. One warp."""
+    """Loads, for each tile of the bias, the blocks whose scores it is added to. One warp."""
     qk, dov = pipes.qk, pipes.dov
     number = cute.arch.block_idx()[0]
     while number < x.grid.number:
@@ -42,7 +42,7 @@ def load(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> None
                     loads.load(loads.operand(x, "dout"), queries, row_block, slot)
                     loads.load(loads.operand(x, "v"), keys, block, slot)
         number = number + cute.arch.grid_dim()[0]
-    # HAZARD: the CTA may not end while consumers still have arrivals to make here.
+    # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
     qk.tail()
     dov.tail()
 
@@ -83,6 +83,6 @@ def consume(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> N
                         add_products(c, stats, scores, dp, True)
                     else:
                         add_products(c, stats, scores, dp, False)
-        # Computed again, so that it needs no registers until here: D = 64 spilled 8 bytes.
+        # The tile is computed again, not kept in registers until here: D = 64 spilled 8 bytes.
         store(variant, x, c, bias_tile(variant, x, primitives.opaque(number)))
         number = number + cute.arch.grid_dim()[0]

@@ -1,4 +1,4 @@
-"""Bundles of Hopper's gradient of a bias."""
+"""Bundles and layouts that the roles of Hopper's gradient of a bias share."""
 
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class DbiasSmem(NamedTuple):
     v: cute.Tensor  # (block_kv, Dv, stages)
     dout: cute.Tensor  # (block_q, Dv, stages)
     words: cute.Tensor  # (4, threads, block_kv / 8): each thread keeps the bias of its own scores
-    columns: cute.Tensor  # (block_kv, warps): sums of the rows of a warp
+    columns: cute.Tensor  # (block_kv, warps): sums over the rows of a warp
 
 
 class DbiasContext(NamedTuple):
@@ -79,7 +79,7 @@ class DbiasConsumer(NamedTuple):
     k: cute.Tensor  # B descriptors of S
     dout: cute.Tensor  # A descriptors of dP
     v: cute.Tensor  # B descriptors of dP
-    sums: cute.Tensor  # of dS, as an accumulator of 64 x block_kv
+    sums: cute.Tensor  # sums of dS, as an accumulator of 64 x block_kv
     bias: cute.Tensor  # words, (block_kv / 2,)
     kept: cute.Tensor  # the same in shared memory, (4, block_kv / 8)
     index: Int32

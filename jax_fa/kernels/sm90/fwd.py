@@ -1,14 +1,14 @@
 """Hopper forward: out = softmax(mask(scale q k^T)) v, and its log-sum-exp, in one pass over keys.
 
-    find (3 warps)  what there is to do for the tiles to come, where the mask is general
+    find (3 warps)  the work of the tiles to come, where the mask is general
     load (1 warp)   q  k(n-1) | k(n-2) v(n-1) | k(n-3) v(n-2) | ... | q' k'(m-1) v(0) | k'(m-2) ...
     consume i          S(n-1) | S(n-2) PV(n-1) softmax(n-2) | ... | S'(m-1) PV(0) softmax'(m-1) ...
     consume j                 |         (its softmax)  S(n-2) PV(n-1) softmax(n-2) | ...
 
-Within a consumer warpgroup the product S of the next key block is issued before PV of the current
-one, so that softmax of the next overlaps PV of the current, across the border of tiles too;
-between consumers, named barriers make one compute its softmax while another occupies the tensor
-cores ("ping-pong": Shah et al., arXiv:2407.08608). Roles, edges and memory: ``plan.py``.
+Each consumer warpgroup issues the product S of the next key block before PV of the current one, so
+that softmax of the next overlaps PV of the current, also across the border between two tiles. Named
+barriers make one consumer compute its softmax while another occupies the tensor cores
+("ping-pong": Shah et al., arXiv:2407.08608). Roles, edges and memory: ``plan.py``.
 Conventions: ``jax_fa/spec/problem.py``.
 """
 
@@ -121,7 +121,7 @@ def launch(
 ) -> None:
     """Describes the arrays to TMA and launches the kernel.
 
-    ``packing`` and ``granules`` as in ``ForwardContext``.
+    ``packing`` and ``granules`` are as in ``ForwardContext``.
     """
     layouts, one = make_layouts(variant), (None, None, 0)
     copied = ForwardLayouts(*[cute.slice_(layout, one) for layout in layouts[:3]], out=layouts.out)

@@ -1,4 +1,4 @@
-"""Hopper forward with a bias: the steps of ``fragment_bias.py`` among those of the others."""
+"""Hopper forward with a bias: the kernel of ``fwd.py`` plus the steps of ``fragment_bias.py``."""
 
 from collections.abc import Callable
 

@@ -1,9 +1,9 @@
-"""What find hands on in the Hopper forward with a general mask: what there is to do, tiles ahead.
+"""The role find of the Hopper forward with a general mask: lists the work of the tiles to come.
 
-The warps that have no loads to start look for the tiles to come: whose rows a tile has, what these
-see, and which blocks a dense mask shows them. For each tile a place in a ring holds that list, and
-``Work`` behind it, which others so need neither compute nor keep in registers. Variants without a
-general mask have little to find out: there every role does so by itself.
+The warps that start no loads determine ahead of time which sequence a tile belongs to, which keys
+its rows see, and which blocks a dense mask shows them. Each tile has a stage of a ring for that
+list, followed by its ``Work``, which other roles thus need neither compute nor keep in registers.
+Variants without a general mask have little to find out: there every role does so by itself.
 """
 
 from itertools import islice
@@ -32,27 +32,27 @@ from jax_fa.spec.division import FOUND_WORDS
 
 @cute.jit
 def find(variant: cutlass.Constexpr, x: ForwardContext) -> None:
-    """Makes the list of each tile, and one that says that there are no more. Three warps."""
+    """Makes a list for each tile, and a last one that says there are no more. Three warps."""
     made, goes_on = x.ring.make_producer(), Boolean(True)
     tile = tile_at(variant, x, Int32(0))
     while goes_on:
         slot = made.acquire_and_advance()
         make_list(variant, with_list(x, slot.index), tile)
-        # HAZARD: one lane arrives for the warp, of what all have written.
+        # HAZARD: one lane arrives for the warp, so all its lanes must have written before.
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             slot.commit()
         goes_on = tile.is_valid & variant.config.is_persistent
         tile = tile_at(variant, x, tile.slot + 1)
-    # HAZARD: the CTA may not end while others still have arrivals to make here. For the last list,
-    # which is of no tile, they make none.
+    # HAZARD: the CTA must not exit while other roles still have to arrive at these barriers. For
+    # the last list, which has no tile, they do not arrive.
     for _ in cutlass.range_constexpr(x.ring.num_stages - 1):
         made.acquire_and_advance()
 
 
 @cute.jit
 def make_list(variant: cutlass.Constexpr, x: ForwardContext, tile: tiles.Tile) -> None:
-    """Writes what there is to do for a tile to ``smem.found``. Three warps, which share a list."""
+    """Writes a tile's list and work to ``smem.found``. Three warps do it together."""
     finders = variant.plan.role("find")
     is_first = cute.arch.thread_idx()[0] // edges.WARP == finders.warps.start
     if tile.is_valid:
@@ -63,7 +63,7 @@ def make_list(variant: cutlass.Constexpr, x: ForwardContext, tile: tiles.Tile) -
             primitives.meet(variant, "made")
         if is_first:
             work = work_on(variant, x, tile)
-            # That there is one, and what ``begin`` reads.
+            # A 1, which says that there is a tile, and what ``begin`` reads.
             words = (1, *work.tile[2:], *work.span, *work.window, *work.blocks, *work[4:])
             for i in cutlass.range_constexpr(len(words)):
                 x.smem.found[FOUND_WORDS + i] = Int32(words[i])
@@ -83,7 +83,7 @@ def on_list(variant: Variant, x: ForwardContext, work: Work) -> ForwardContext:
 
 
 def _state(ring: PipelineAsync, number: Int32) -> PipelineState:
-    """The state of a consumer at list ``number``: its role has no registers to carry one."""
+    """A consumer's state at list ``number``, recomputed since no registers are free to keep it."""
     stages = ring.num_stages
     phase = number >> (stages.bit_length() - 1) & 1
     return PipelineState(stages, number, number & (stages - 1), phase)
@@ -100,7 +100,7 @@ def _give_back(ring: PipelineAsync, number: Int32) -> None:
 
 
 def next_tile(variant: Variant, x: ForwardContext, slot: Int32) -> tiles.Tile:
-    """The tile at a position of this CTA's list, or whether there is one: ``begin`` reads on."""
+    """The tile at position ``slot``; if it is in a list, ``begin`` reads all but its validity."""
     if not variant.lists_ahead:
         return tile_at(variant, x, slot)
     _wait(x.ring, slot)
@@ -109,7 +109,7 @@ def next_tile(variant: Variant, x: ForwardContext, slot: Int32) -> tiles.Tile:
 
 
 def begin(variant: Variant, x: ForwardContext, tile: tiles.Tile) -> Work:
-    """What there is to do for ``tile``. Whole warps call; ``release`` gives its list back."""
+    """The work of ``tile``. Called by whole warps; ``release`` returns its list to find."""
     if not variant.lists_ahead:
         return work_on(variant, x, tile)
     found = with_list(x, tile.slot).smem.found
@@ -123,15 +123,15 @@ def begin(variant: Variant, x: ForwardContext, tile: tiles.Tile) -> Work:
 
 
 def anew(variant: Variant, x: ForwardContext, work: Work) -> Work:
-    """``work``, read again rather than kept in registers, if it is handed on."""
+    """``work``, if it is in a list, read again from there rather than kept in registers."""
     return begin(variant, x, work.tile) if variant.lists_ahead else work
 
 
 @cute.jit
 def release(variant: cutlass.Constexpr, x: ForwardContext, work: Work) -> None:
-    """Gives the list of a tile back. Whole warps call."""
+    """Returns the list of a tile to find. Called by whole warps."""
     if const_expr(variant.lists_ahead):
-        # HAZARD: one lane arrives for the warp, whose others may still be reading.
+        # HAZARD: one lane arrives for the warp, so all its lanes must have read before.
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             _give_back(x.ring, work.tile.slot)

@@ -1,4 +1,4 @@
-"""The roles of the Hopper forward: load, consume; ``fwd.py`` has the picture."""
+"""The roles of the Hopper forward: load, consume; ``fwd.py`` has the diagram."""
 
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from jax_fa.kernels.unmasked import hides_pairs, next_hides_pairs
 
 
 class LoadedBlocks(NamedTuple):
-    """The state of the role load after some blocks of keys and values."""
+    """The state of the role load after it has loaded some blocks of keys and values."""
 
     k: PipelineProducer
     v: PipelineProducer
@@ -63,7 +63,7 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
         if const_expr(variant.config.is_persistent):
             tile = next_tile(variant, x, work.tile.slot + 1)
             while tile.is_valid:
-                # Before the long loop, which hides the latency of lengths read from memory.
+                # Begun before the long loop, which hides the latency of lengths read from memory.
                 next_work = begin(variant, x, tile)
                 k, v, phase = load_middle(variant, x, work, KvPipes(k, v), phase)
                 before, work = work, next_work
@@ -77,7 +77,7 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
         k, v, phase = load_middle(variant, x, work, KvPipes(k, v), phase)
         slot = v.acquire_and_advance()
         load_v(variant, x, work, work.blocks.start, slot, phase)
-        # HAZARD: the CTA may not end while consumers still have arrivals to make here.
+        # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
         q.tail()
         k.tail()
         v.tail()
@@ -87,7 +87,7 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
 def load_middle(
     variant: cutlass.Constexpr, x: ForwardContext, work: Work, pipes: KvPipes, phase: Int32
 ) -> LoadedBlocks:
-    """Loads the keys of all blocks but the newest, each followed by the block before's values."""
+    """Loads keys of all blocks but the newest, each followed by the previous block's values."""
     k, v, x = pipes.k, pipes.v, on_list(variant, x, work)
     block = work.blocks.end - 1
     for _ in cutlass.range(work.num_blocks - 1, unroll=1):
@@ -142,7 +142,7 @@ def load_v(
     slot: Any,
     phase: Int32,
 ) -> Int32:
-    """Loads a block of values, zero behind the sequence's last; returns the detour's phase."""
+    """Loads a block of values, zeros after the sequence's end; returns the detour's phase."""
     rows = loads.Rows(work.span.swept_start, work.tile.kv_head, work.tile.batch)
     if const_expr(variant.is_general):
         num_used = work.span.swept_len - block * variant.config.block_kv
@@ -163,7 +163,7 @@ def pingpong_arrive(variant: cutlass.Constexpr, c: ForwardConsumer) -> None:
 def fetch_q(
     variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, q_index: Int32
 ) -> None:
-    """Copies 64 query rows to registers, if that is where the product wants them."""
+    """Copies 64 query rows to registers, if the product reads them from there."""
     if const_expr(variant.config.q_in_registers):
         atom = cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), variant.dtype)
         copy = cute.make_tiled_copy_A(atom, c.qk).get_slice(c.thread)
@@ -185,7 +185,7 @@ def multiply_qk(
 
 
 class Products(NamedTuple):
-    """S of a block, and PV of the one before, on their way.
+    """S of a block and PV of the previous one, in flight.
 
     Attributes:
         scores: S.
@@ -203,7 +203,7 @@ class Products(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a consumer is: its pipes, the block of its next step, and whether that hides keys."""
+    """A consumer's pipes, the block of its next step, and whether that block hides keys."""
 
     k: PipelineConsumer
     v: PipelineConsumer
@@ -236,7 +236,7 @@ def middle(
     q_index: Int32,
     pipes: KvPipes,
 ) -> KvPipes:
-    """Processes all blocks but the newest of a tile, up to and without the oldest PV.
+    """Processes all blocks of a tile but the newest, except for PV of the oldest.
 
     ``q_index`` is the stage of the consumer's queries. Returns the pipes, advanced.
     """
@@ -245,8 +245,8 @@ def middle(
     block = below(variant, x, newest)
     at = Place(pipes.k, pipes.v, block, next_hides_pairs(variant, x, blocks, block))
     if const_expr(variant.config.branches_steps):
-        # A step of each kind, asked for a step before. Three loops of masked, full and masked
-        # blocks spill.
+        # One step of each kind, chosen by what the previous step found. Three loops, over masked,
+        # full and masked blocks, spill.
         for _ in cutlass.range(work.num_blocks - 1, unroll=1):
             if at.hides:
                 at = step(variant, True, x, c, work, q_index, at)
@@ -277,9 +277,9 @@ def step(
     q_index: Int32,
     at: Place,
 ) -> Place:
-    """Computes S and the softmax of a block, which ``hides`` keys, and PV of the one before."""
+    """Computes S and softmax of a block, masked if it ``hides`` keys, and PV of the one before."""
     scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(at.k, at.v))
-    # Here, since products run: at the border of two steps it would show.
+    # Computed here, while products run: between two steps, the latency would not be hidden.
     following = below(variant, x, at.block)
     next_hides = next_hides_pairs(variant, x, anew(variant, x, work).blocks, following)
     warpgroup.wait_group(1)  # for S
@@ -304,9 +304,9 @@ def to_probabilities(
     hides: Boolean,
     scores: cute.Tensor,
 ) -> cute.Tensor:
-    """Caps, masks if it ``hides`` keys, and exponentiates a block's scores.
+    """Caps a block's scores, masks them if the block ``hides`` keys, and exponentiates them.
 
-    Returns how much ``c.out`` shrinks.
+    Returns the factors by which the rows of ``c.out`` shrink.
     """
     if const_expr(variant.key.has_soft_cap):
         softmax.cap(scores, x.scalars.cap_inner_log2)
@@ -324,7 +324,7 @@ def mask_block(
     scores: cute.Tensor,
     block: Int32,
 ) -> None:
-    """Hides the keys of a block that a row does not see."""
+    """Masks, for each row, the scores of those keys of a block that it does not see."""
     if const_expr(variant.is_general):
         if dense_mask.is_present(x.scalars.mask):
             if dense_mask.hides(x.smem.found, block):
@@ -341,7 +341,7 @@ def first_probabilities(
     work: Work,
     scores: cute.Tensor,
 ) -> None:
-    """``to_probabilities`` of a tile's newest block, with which statistics start."""
+    """Resets the statistics and applies ``to_probabilities`` to a tile's newest block."""
     x, newest = on_list(variant, x, work), work.blocks.end - 1
     fragment_softmax.reset(c.state)
     add_bias(variant, x, c, work, scores, below(variant, x, newest))
@@ -353,7 +353,7 @@ def first_probabilities(
 def fetch_bias(
     variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, work: Work, block: Int32
 ) -> None:
-    """Starts the loads of the bias of a block's scores, if there is a bias."""
+    """Starts the loads of the bias for a block's scores, if there is a bias."""
     if const_expr(variant.key.has_bias):
         variant.bias.load(variant, x, c, work, block, c.bias)
 
@@ -367,13 +367,13 @@ def add_bias(
     scores: cute.Tensor,
     following: Int32,
 ) -> None:
-    """Adds the bias to a block's scores, if there is one, and starts loading the next's.
+    """Adds the bias, if there is one, to a block's scores and starts loading the next block's.
 
-    ``following`` is the block after this one; before the tile's first, there is none.
+    ``following`` is the block of the next step; below ``work.blocks.start`` there is none.
     """
     if const_expr(variant.key.has_bias):
         variant.bias.add_rows(scores, c.bias, x.scalars.bias, variant.dtype)
-        # Here, since the words are free: no more registers than without looking ahead.
+        # The words are free by now, so that loading ahead takes no more registers.
         if following >= work.blocks.start:
             fetch_bias(variant, x, c, work, following)
 
@@ -404,7 +404,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         if const_expr(config.is_persistent):
             tile = next_tile(variant, x, work.tile.slot + 1)
             while tile.is_valid:
-                # Early: at the border, between two products, its latency would show.
+                # Begun early: at the border, between two products, the latency would not be hidden.
                 next_work = begin(variant, x, tile)
                 k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
                 before, before_index = work, q_index
@@ -437,7 +437,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         store(variant, x, c, work, q_index, c.state)
         release(variant, x, work)
         release_q(c, q_full)
-        # The last consumer arrived for the first once more; this wait leaves the barrier at rest.
+        # The last consumer has arrived once more for the first; this wait completes that phase.
         if c.index == 0:
             primitives.meet(variant, "pingpong0", c.index)
 
@@ -481,7 +481,7 @@ def store_rounded(
     q_index: Int32,
     rows: list[tiles.RowAt],
 ) -> None:
-    """Rounds and writes ``rows``, by TMA where all 64 are the sequence's."""
+    """Rounds ``c.out`` and writes it, by TMA unless a packed sequence ends in the 64 rows."""
     rounded = cute.make_rmem_tensor_like(c.out, variant.dtype)
     primitives.narrow(c.out, rounded)
     is_cut = False
@@ -521,13 +521,13 @@ def store_tile(
     q_index: Int32,
     rounded: cute.Tensor,
 ) -> None:
-    """Writes 64 rows through shared memory; TMA leaves out those behind the array's last."""
+    """Writes 64 rows through shared memory; TMA skips those beyond the array's end."""
     layout = make_layouts(variant).out
     sOut = cute.make_tensor(x.smem.q[None, None, q_index].iterator, layout.outer)
     copy = cute.make_tiled_copy_C(
         cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), variant.dtype), c.pv
     ).get_slice(c.thread)
-    # HAZARD: out is staged over the rows of q, which all four warps have multiplied by now.
+    # HAZARD: out overwrites rows of q, so all four warps must be done with their products.
     primitives.meet(variant, "out0", c.index)
     cute.copy(copy, copy.retile(rounded), copy.partition_D(sOut))
     # HAZARD: stmatrix writes through the generic proxy, TMA reads through the async one.

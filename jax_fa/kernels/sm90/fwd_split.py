@@ -23,7 +23,7 @@ def make_entry(key: KernelKey, config: HopperForward) -> Callable:
 
 @cute.jit
 def launch(variant: cutlass.Constexpr, call: ForwardCall) -> None:
-    """Launches the kernel, and the one that merges what it leaves."""
+    """Launches the kernel, then the one that merges the parts it wrote."""
     packing = forward_packing(variant, call)
     granules = forward_granules(variant, call, make_layouts(variant).q)
     fwd.launch(variant, call, packing, granules)

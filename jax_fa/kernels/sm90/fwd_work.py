@@ -13,7 +13,7 @@ from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 
 
 class ForwardLayouts(NamedTuple):
-    """Shared memory layouts, a tile of 64 query rows or one key block in modes 0 and 1."""
+    """Shared memory layouts; modes 0 and 1 are a tile of 64 query rows or one key block."""
 
     q: cute.ComposedLayout  # (64, D, consumers * q_stages)
     k: cute.ComposedLayout  # (block_kv, D, stages)
@@ -44,7 +44,7 @@ class ForwardSmem(NamedTuple):
     v: cute.Tensor  # (block_kv, Dv, stages)
     zero_fill: cute.Pointer  # one mbarrier, for ``loads.Detour``
     lists: cute.Tensor  # (TOLD_WORDS, stages) fwd_lists.py
-    found: cute.Tensor  # (TOLD_WORDS,) one of them: segments.py, dense_mask.py
+    found: cute.Tensor  # (TOLD_WORDS,) one of the lists: segments.py, dense_mask.py
 
 
 class ForwardContext(NamedTuple):
@@ -116,5 +116,5 @@ def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
 
 
 def thread_anew(variant: Variant, c: ForwardConsumer) -> ForwardConsumer:
-    """``c``, of whose thread nothing has been computed ahead of a loop that leaves no registers."""
+    """``c``; with lists ahead, loops keep no values derived from its ``thread`` in registers."""
     return c._replace(thread=primitives.opaque(c.thread)) if variant.lists_ahead else c

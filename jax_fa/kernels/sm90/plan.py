@@ -1,8 +1,8 @@
 """Hopper forward: roles, edges, shared memory and barriers. Read this first.
 
-One warp loads with TMA; two or three warpgroups each own 64 query rows and do both products and
-the softmax between them. Keys and values arrive in two rings, newest block first. Where the mask is
-general, three warps tell them, tiles ahead, what there is to do.
+One warp loads with TMA; two or three warpgroups each own 64 query rows and compute both products
+and the softmax between them. Keys and values arrive in two rings, newest block first. Where the
+mask is general, three more warps determine the work of each tile ahead of time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WGMMA_ROWS = 64
 """Rows of a consumer warpgroup's products: the M of one wgmma."""
 
 WORK_WORDS = 23
-"""Of what there is to do for a tile (``fwd_lists.py``)."""
+"""Words that hold a tile's ``Work`` (``fwd_lists.py``)."""
 TOLD_WORDS = FOUND_WORDS + 1 + WORK_WORDS
-"""Of what find tells: what segments and a mask say of a tile, whether there is one, its work."""
+"""Words of a tile's list: what segments and a mask say, whether there is a tile, and its work."""
 
 
 def num_lists(key: KernelKey, config: HopperForward) -> int:
-    """Tiles that find has told of, in shared memory: two in work, and two to come."""
+    """The number of tile lists in shared memory: if several, two in work and two to come."""
     return 4 if key.mask == "general" and config.is_persistent else 1
 
 
@@ -50,7 +50,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     plan = Plan(
         roles=(
             Role("load", range(0, 1), config.producer_registers),
-            Role("find", range(1, 4), config.producer_registers),  # idle but for a general mask
+            Role("find", range(1, 4), config.producer_registers),  # idle unless the mask is general
             Role("consume", range(4, 4 + 4 * consumers), config.consumer_registers),
         ),
         edges=(
@@ -63,7 +63,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
         ),
         buffers=(
             Buffer("zero_fill", 8),  # mbarrier of a value block that is zero-filled before use
-            Buffer("found", 4 * TOLD_WORDS * lists),  # what segments and a mask tell, and more
+            Buffer("found", 4 * TOLD_WORDS * lists),  # the tile lists: ``TOLD_WORDS`` each
             Buffer("q", q_bytes * config.q_stages),
             Buffer("k", k_bytes * config.stages),
             Buffer("v", v_bytes * config.stages),

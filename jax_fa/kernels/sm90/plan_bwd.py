@@ -1,13 +1,13 @@
 """Hopper backward: roles, edges, shared memory and barriers. Read this first.
 
-One warpgroup loads with TMA. Two warpgroups own 64 keys each and keep dK and dV of them in
-registers while queries pass by. Scores are computed transposed, keys by queries, so that P and dS
-leave the accumulators in the order in which dV += P^T dO and dK += dS^T Q want their A operand;
-only dQ = dS K, which sums over the keys of all consumers, needs dS in shared memory.
+One warp loads with TMA. Two warpgroups own 64 keys each and keep their dK and dV in registers while
+they sweep the queries. Scores are computed transposed, keys by queries, so that P and dS are left
+in the accumulators in the order that dV += P^T dO and dK += dS^T Q need for their A operand; only
+dQ = dS K, which sums over the keys of all consumers, needs dS in shared memory.
 
 Where dK and dV of 64 keys do not fit the registers of one warpgroup
-(``HopperBackward.splits_keys``), the consumers work on the same 64 keys and share out the columns
-instead.
+(``HopperBackward.splits_keys`` is False), the consumers work on the same 64 keys and divide the
+columns among themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STAT_BYTES = 4
 SUM_BYTES = 4
 DS_STAGES = 2
 """Passing the barrier ``ds`` of one step means that every consumer's dQ of the step before has
-retired, so with two buffers dS may be written without asking."""
+retired, so with two buffers dS may be written without a further wait."""
 
 
 def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
@@ -78,7 +78,7 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
 
 
 def turn_barriers(config: HopperBackward) -> tuple[NamedBarrier, ...]:
-    """Where consumers meet the warp that holds the dQ semaphore, in a deterministic run."""
+    """The barriers that consumers and hold_dq_semaphore share in a deterministic run."""
     threads = config.num_consumers * WARPGROUP + WARP
     if config.stages_dq == "never":
         return (

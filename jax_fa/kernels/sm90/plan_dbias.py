@@ -1,7 +1,7 @@
 """Hopper's gradient of a bias: roles, edges, shared memory and barriers. Read this first.
 
-One warp loads with TMA. Two warpgroups own 64 query rows each of a tile of the bias, and keep its
-gradient in registers while batches and heads (and tiles of rows and keys) that share it pass by.
+One warp loads with TMA. Two warpgroups each own 64 query rows of a tile of the bias, and keep their
+gradient in registers over all batches and heads (and tiles of rows and keys) that share it.
 """
 
 from __future__ import annotations
