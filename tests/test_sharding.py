@@ -226,6 +226,15 @@ def test_sharded_length_or_head_size_still_gives_the_result_under_auto(q_spec):
     assert_same(compiled(place(inputs, mesh, spec)), jax.jit(step)(inputs))
 
 
+def test_rows_of_a_mask_split_where_those_of_the_query_do_not():
+    """The map of the mask joins 16 rows at a time, of which a device has 6."""
+    inputs = arrays(8, ())
+    inputs["mask"] = jnp.asarray(rng.random((1, 1, T, S)) < 0.7)
+    mesh = mesh_of((4, 2), AxisType.Auto)
+    spec = {**SPEC, "mask": P(None, None, "model")}
+    assert_same(jax.jit(step)(place(inputs, mesh, spec)), jax.jit(step)(inputs))
+
+
 def test_replicated_lengths_and_sinks_with_sharded_arrays():
     inputs = arrays(8, EXTRAS["everything"])
     mesh = mesh_of((4, 2), AxisType.Auto)

@@ -9,6 +9,7 @@ kernels skip hidden blocks, and apply no mask to wholly visible ones.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -98,12 +99,12 @@ def block_map(words: Array, q_len: int, kv_len: int) -> Array:
     rows = MAP_CELL if words.shape[2] == q_len else 1
     planes = []
     for x, join, neutral, shown in (
-        (words, jax.lax.bitwise_or, 0, lambda half: half != 0),
-        (every, jax.lax.bitwise_and, -1, lambda half: half == _ALL_KEYS),
+        (words, jnp.bitwise_or, 0, lambda half: half != 0),
+        (every, jnp.bitwise_and, -1, lambda half: half == _ALL_KEYS),
     ):
-        stripes = _split(jnp.swapaxes(x, 2, 3), rows, pad=neutral)
-        # [B|1, N|1, W|1, stripes] -> [B|1, N|1, stripes, W|1]
-        joined = jnp.swapaxes(jax.lax.reduce(stripes, jnp.int32(neutral), join, (4,)), 2, 3)
+        # Joined row by row: where devices split the rows, XLA cannot reduce by these operations.
+        stripes = _split(x, rows, axis=2, pad=neutral)
+        joined = functools.reduce(join, (stripes[:, :, :, row] for row in range(rows)))
         if rows == 1:
             joined = jnp.repeat(joined, MASK_BLOCK // MAP_CELL, axis=2)
         joined = joined[:, :, : map_stripes(words.shape[2], q_len)]
@@ -200,12 +201,13 @@ def _counted(rank: int, count: int) -> Array:
     return jnp.arange(count, dtype=jnp.int32).reshape((1,) * (rank - 1) + (count,))
 
 
-def _split(x: Array, size: int, *, pad: int) -> Array:
-    """[..., n] -> [..., ceil(n / size), size], filled up with ``pad``."""
-    missing = -x.shape[-1] % size
-    widths = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
-    filled = jnp.pad(x, widths, constant_values=pad) if missing else x
-    return filled.reshape(*x.shape[:-1], ceil_div(x.shape[-1], size), size)
+def _split(x: Array, size: int, *, pad: int, axis: int = -1) -> Array:
+    """[..., n, ...] -> [..., ceil(n / size), size, ...], filled up with ``pad``."""
+    axis %= x.ndim
+    length = x.shape[axis]
+    widths = [(0, -length % size if i == axis else 0) for i in range(x.ndim)]
+    filled = jnp.pad(x, widths, constant_values=pad) if length % size else x
+    return filled.reshape(*x.shape[:axis], ceil_div(length, size), size, *x.shape[axis + 1 :])
 
 
 def _words(bits: Array) -> Array:
