@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import jax_fa
-from jax_fa.analysis import audit, banks, listing, machine_code, ptx_text
+from jax_fa.analysis import audit, banks, listing, machine_code, occupancy, ptx_text
 from jax_fa.analysis.machine_code import Code, Instruction
+from jax_fa.analysis.occupancy import Launch
 from jax_fa.aot import cubins
 from jax_fa.spec import ptx_archives
-from jax_fa.spec.arch import OPERATIONS
+from jax_fa.spec.arch import ARCHS, OPERATIONS
 from jax_fa.spec.config_sm100 import blackwell_forward
 from jax_fa.spec.variants import BY_NAME, VARIANTS
 
@@ -290,10 +291,45 @@ def test_a_bad_kernel_is_told_what_is_wrong(kernel, code, complaint):
     assert complaint in audited(code).verdict
 
 
-def test_spills_and_too_much_shared_memory_are_problems(kernel, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "capacity"),
+    [(FORWARD.name, 227 * 1024), ("fwd_sm80_bf16_d128_full", 99 * 1024)],
+)
+def test_spills_and_too_much_shared_memory_are_problems(kernel, monkeypatch, name, capacity):
     monkeypatch.setattr(cubins, "kernels", lambda path: (replace(kernel, stack_bytes=8),))
-    problems = audit.resources(FORWARD, None, [232449]).problems
-    assert problems == ["spills: 8 bytes of stack", "shared memory of 232449 bytes is too much"]
+    problems = audit.resources(BY_NAME[name], None, [capacity + 1]).problems
+    assert problems[0] == "spills: 8 bytes of stack"
+    assert problems[1] == f"shared memory of {capacity + 1} bytes is more than {capacity}"
+
+
+@pytest.mark.parametrize(
+    ("capability", "launch", "ctas", "bound"),
+    [
+        ("8.6", Launch(128, 231, 50176), 2, "shared memory"),
+        ("8.6", Launch(128, 231, 50177), 1, "shared memory"),
+        ("8.0", Launch(128, 231, 50176), 2, "registers"),
+        ("9.0", Launch(256, 128, 1024), 2, "registers"),
+        ("9.0", Launch(256, 121, 1024), 2, "registers"),
+        ("9.0", Launch(256, 120, 1024), 2, "registers"),
+        ("12.0", Launch(512, 32, 0), 3, "warps"),
+        ("8.6", Launch(32, 32, 0), 16, "CTAs"),
+        ("9.0", Launch(384, 168, 227 * 1024), 1, "shared memory"),
+        ("9.0", Launch(384, 255, 227 * 1024), 0, "registers"),
+    ],
+)
+def test_occupancy_is_that_of_the_scarcest_resource(capability, launch, ctas, bound):
+    assert occupancy.occupancy(capability, launch) == (ctas, bound)
+
+
+def test_every_capability_has_limits():
+    assert {name for arch in ARCHS for name in arch.capabilities} == occupancy.LIMITS.keys()
+
+
+def test_occupancy_is_shown_by_capability_where_it_differs(kernel, monkeypatch):
+    monkeypatch.setattr(cubins, "kernels", lambda path: (replace(kernel, registers=112),))
+    report = audit.resources(BY_NAME["fwd_sm80_bf16_d64_full"], None, [50176])
+    (row,) = [line for line in listing.resource_table([report]).splitlines() if "fwd_sm80" in line]
+    assert "8.0: 3 (shared memory), 8.6: 2 (shared memory)" in row
 
 
 def test_a_plan_that_does_not_fit_is_a_problem(kernel, monkeypatch):

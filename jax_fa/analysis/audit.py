@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_fa.analysis import banks, machine_code, ptx_text, roofline
+from jax_fa.analysis.occupancy import Launch, Occupancy, occupancy
 from jax_fa.aot import cubins
 from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES, Plan, PlanError
+from jax_fa.kernels.mma_sync import plan as mma_sync
 from jax_fa.kernels.sm100.tensor_plan import TMEM_COLS
 from jax_fa.spec import config
-from jax_fa.spec.arch import MMA, Operation
+from jax_fa.spec.arch import MMA, Operation, arch_of_target
 from jax_fa.spec.band import Band
 from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.config_sm90_bwd import HopperBackward
@@ -125,6 +127,7 @@ class Report:
         code_bytes: compiled, of all kernels.
         role_registers: planned, by role, after setmaxnreg.
         tmem_columns: planned, used of those allocated.
+        occupancy: of the main kernel, by compute capability; empty if there is no report.
         counts: compiled, instructions by meaning in all kernels; None without a disassembler.
         softmax: compiled; None without a disassembler.
         mma_spacing: compiled, instructions from one tcgen05.mma to the next, by loop around them.
@@ -141,6 +144,7 @@ class Report:
     code_bytes: int
     role_registers: dict[str, int] = field(default_factory=dict)
     tmem_columns: tuple[int, int] = (0, 0)
+    occupancy: dict[str, Occupancy] = field(default_factory=dict)
     counts: dict[str, int] | None = None
     softmax: Softmax | None = None
     mma_spacing: tuple[float, ...] = ()
@@ -200,6 +204,13 @@ def plan_of(variant: Variant) -> Plan:
     module, function = _PLANS[variant.module.split(".")[-1]]
     plans = importlib.import_module(f"jax_fa.kernels.{variant.kernels}.{module}")
     return getattr(plans, function)(variant.key, choose_config(variant))
+
+
+def smem_capacity(variant: Variant) -> int:
+    """The most shared memory, in bytes, that a CTA of ``variant`` may have on all its GPUs."""
+    if variant.kernels == "mma_sync":
+        return mma_sync.SMEM_CAPACITY_BYTES
+    return SMEM_CAPACITY_BYTES
 
 
 def running(variant: Variant, gpu: roofline.Gpu) -> roofline.Gpu:
@@ -302,14 +313,20 @@ def resources(variant: Variant, path: Path, shared_bytes: Sequence[int]) -> Repo
     )
     if report.stack_bytes:
         report.problems.append(f"spills: {report.stack_bytes} bytes of stack")
-    if max(report.shared_bytes, default=0) > SMEM_CAPACITY_BYTES:
-        report.problems.append(f"shared memory of {max(report.shared_bytes)} bytes is too much")
+    shared, capacity = max(report.shared_bytes, default=0), smem_capacity(variant)
+    if shared > capacity:
+        report.problems.append(f"shared memory of {shared} bytes is more than {capacity}")
     try:
         plan = plan_of(variant)
     except PlanError as error:
         report.problems.append(str(error))
     else:
         report.role_registers = {role.name: role.registers for role in plan.roles}
+        if shared:
+            # The kernels around the main one take less of everything.
+            launch = Launch(plan.threads, max(report.launch_registers), shared)
+            capabilities = arch_of_target(variant.key.arch).capabilities
+            report.occupancy = {name: occupancy(name, launch) for name in capabilities}
         if plan.tmem:
             report.tmem_columns = (max(cols.end for cols in plan.tmem), TMEM_COLS)
     found = banks.accesses(variant.key, choose_config(variant))

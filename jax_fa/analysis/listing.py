@@ -47,7 +47,10 @@ def table(rows: Sequence[Sequence[object]]) -> str:
 def resource_table(reports: Iterable[Report]) -> str:
     """Registers at launch and by role, memory, code."""
     rows: list[list[object]] = [
-        ["variant", "registers", "by role", "stack", "shared", "tensor columns", "code", "banks"]
+        [
+            *("variant", "registers", "by role", "stack", "shared", "CTAs by SM"),
+            *("tensor columns", "code", "banks"),
+        ]
     ]
     for report in reports:
         columns, allocated = report.tmem_columns
@@ -58,12 +61,21 @@ def resource_table(reports: Iterable[Report]) -> str:
                 _joined(dict.fromkeys(report.role_registers.values())) or "?",
                 report.stack_bytes,
                 _joined(report.shared_bytes) or "?",
+                _ctas(report),
                 f"{columns} of {allocated}" if allocated else "none",
                 report.code_bytes,
                 _banks(report),
             ]
         )
     return table(rows)
+
+
+def _ctas(report: Report) -> str:
+    """Where GPUs differ, with their capabilities."""
+    found = {name: f"{x.ctas} ({x.bound})" for name, x in report.occupancy.items()}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return ", ".join(f"{name}: {text}" for name, text in found.items()) or "?"
 
 
 def _banks(report: Report) -> str:

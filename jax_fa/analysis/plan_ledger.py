@@ -15,10 +15,10 @@ from jax_fa.spec import variants
 OF_ONE_CTA, OF_A_PAIR = "fwd_sm100_bf16_d128_causal", "fwd_sm100_bf16_d128_full"
 
 
-def ledger(plan: Plan) -> str:
+def ledger(plan: Plan, smem_capacity: int = SMEM_CAPACITY_BYTES) -> str:
     """The plan as text: roles, edges with their arrive counts, memory, barriers.
 
-    Double arrows cross the pair.
+    Double arrows cross the pair. A CTA may have ``smem_capacity`` bytes of shared memory.
     """
     width = max(len(role.name) for role in plan.roles)
     lines = [
@@ -43,7 +43,7 @@ def ledger(plan: Plan) -> str:
         where = f" over {cols.alias_of}: {cols.why}" if cols.alias_of else ""
         lines.append(f"tmem {cols.name} columns {cols.start} to {cols.end - 1}{where}")
     lines += [f"barrier {b.index} {b.name} ({b.threads}): {b.meaning}" for b in plan.barriers]
-    lines.append(f"smem {plan.smem_bytes} of {SMEM_CAPACITY_BYTES} bytes")
+    lines.append(f"smem {plan.smem_bytes} of {smem_capacity} bytes")
     return "\n".join(lines)
 
 
@@ -53,7 +53,9 @@ def main(names: Sequence[str] = (OF_ONE_CTA, OF_A_PAIR)) -> None:
         raise SystemExit(
             f"no variant is named {unknown[0]}; `python -m jax_fa.aot --list` shows them"
         )
-    print("\n\n".join(ledger(audit.plan_of(variants.BY_NAME[name])) for name in names))  # noqa: T201
+    chosen = [variants.BY_NAME[name] for name in names]
+    texts = [ledger(audit.plan_of(variant), audit.smem_capacity(variant)) for variant in chosen]
+    print("\n\n".join(texts))  # noqa: T201
 
 
 if __name__ == "__main__":
