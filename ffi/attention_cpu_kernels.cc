@@ -241,9 +241,11 @@ void Delta(const BwdParams& params, const Sequence& sequence, int64_t head, floa
     const int64_t row = (sequence.q_first + i) * problem.num_q_heads + head;
     LoadRow(params.out, problem.dtype, row, width, out);
     LoadRow(params.dout, problem.dtype, row, width, dout);
-    delta[row] = Dot(out, dout, width) - (params.dlse ? params.dlse[row] : 0.0f);
-    // lse = -inf: even the sink is -inf, and its share is 0.
-    if (params.extras.sinks && params.lse[row] != -kInf) {
+    // lse = -inf: the row sees nothing, even the sink is -inf. All its probabilities are 0,
+    // whatever its cotangents are: those of a merge of such rows by their LSE may be NaN.
+    const bool is_empty = params.lse[row] == -kInf;
+    delta[row] = is_empty ? 0.0f : Dot(out, dout, width) - (params.dlse ? params.dlse[row] : 0.0f);
+    if (params.extras.sinks && !is_empty) {
       dsink -= expf(params.extras.sinks[sink] - params.lse[row]) * delta[row];
     }
   }

@@ -17,9 +17,9 @@ from jax_fa.drop_in import replace_jax_nn as replace_jax_nn
 from jax_fa.runtime.bindings import export_disabled_checks as export_disabled_checks
 from jax_fa.runtime.bindings import register as _register
 from jax_fa.runtime.emulation_settings import emulation as emulation
+from jax_fa.runtime.fallback import FallbackWarning as FallbackWarning
 from jax_fa.runtime.lowering import lowering_for as lowering_for
 from jax_fa.runtime.partitioner import register as _register_partitioner
-from jax_fa.runtime.primitives import FallbackWarning as FallbackWarning
 
 __version__ = "0.1.0"
 

@@ -82,8 +82,9 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
             with zeros (``explain`` says so).
         bias: added to the scaled logits; 4-D (or fewer), broadcastable to [B, N, T, S]. Kernels
             read it in the dtype of query or in float32 (other dtypes are converted to float32),
-            and give its gradient in its own shape. -inf hides a pair, as a mask does. Rows whose
-            logits all exceed 1e4 in magnitude have inexact gradients: the LSE has 24 bits.
+            and give its gradient in its own shape. -inf hides a pair, as a mask does, but what the
+            key holds has to be finite. Rows whose logits all exceed 1e4 in magnitude have inexact
+            gradients: the LSE has 24 bits.
         mask: bool, True where a query sees a key; shapes as for bias. Kernels read it as packed
             bits and skip the blocks that it hides. is_causal, local_window_size, lengths and
             segment ids take less memory, where they can express the same mask.
@@ -101,9 +102,9 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
         return_residual: also return the log-sum-exp [B, T, N], in the dtype of key and without a
             gradient, as jax.nn does. ``attention_with_lse`` returns it in float32, with one.
         query_segment_ids: integers [B, T] that fit int32; a query sees only keys of its own segment
-            (packed documents). Arrays of integer types wider than int32, here and below, must not
-            be traced, since their values are checked.
-        key_value_segment_ids: int32 [B, S]; goes with query_segment_ids.
+            (packed documents). Arrays of integer types that hold more than int32 (int64, uint32),
+            here and below, must not be traced, since their values are checked.
+        key_value_segment_ids: integers [B, S], likewise; go with query_segment_ids.
         logits_soft_cap: c bounds the logits to c * tanh(logits / c), after scale and bias and
             before masking; 1e-4 to 1e4.
         sinks: float32 [N], one extra logit per head in the denominator; differentiable. At most
@@ -210,9 +211,10 @@ def attention_with_lse(
             ``implementation="cudnn"``.
 
     Returns:
-        out [B, T, N, Dv] and lse float32 [B, T, N] (natural log of the whole denominator, sinks
-        included; -inf for a row that sees no key). Both are differentiable: partial results over
-        disjoint keys can be merged by their LSE, and gradients flow through the merge.
+        out [B, T, N, Dv] and lse [B, T, N], float32 (float64 for float64): the natural log of the
+        whole denominator, sinks included; -inf for a row that sees no key. Both are differentiable:
+        partial results over disjoint keys can be merged by their LSE, and gradients flow through
+        the merge.
 
     Raises:
         ValueError: as ``attention``.
@@ -252,8 +254,9 @@ def attention_varlen(
         max_seqlen_k: likewise for keys.
         seqused_q: int32 [M], rows used of each sequence, if fewer than its slot holds.
         seqused_k: int32 [M], keys used of each sequence.
-        **options: keywords of ``attention`` except bias, mask, lengths and return_residual.
-            ``sinks`` is [N], ``query_offset`` a scalar or [M], segment ids [total_q] and [total_k].
+        **options: keywords of ``attention`` except bias, mask, block_mask, lengths,
+            return_residual and ``implementation="cudnn"``. ``sinks`` is [N], ``query_offset`` a
+            scalar or [M], segment ids [total_q] and [total_k].
 
     Returns:
         [total_q, N, Dv] in the dtype of query.
@@ -296,7 +299,7 @@ def forward(
         ValueError: as ``attention``.
         TypeError: as ``attention``.
         NotImplementedError: as ``attention``; kernels cannot serve the call on any platform (a
-            traced scale, float64, a mask function of packed sequences).
+            traced scale, float64).
     """
     return eager.run(_forward_alone, arguments.dense, (query, key, value), options)
 
@@ -328,7 +331,7 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
 
     Returns:
         (dquery, dkey, dvalue), then dsinks float32 [N] if ``sinks`` was given, then dbias, of the
-        shape and dtype of ``bias``, if ``bias`` was given.
+        shape and dtype of ``bias`` (float32 if that is no floating type), if ``bias`` was given.
 
     Raises:
         ValueError: as ``forward``; out, lse, dout or dlse has a wrong shape or dtype.
@@ -354,8 +357,9 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
     if call.bias is not None:
         bias = jnp.asarray(options["bias"])
         # Of no pairs, kernels are not asked for it.
-        dbias = jnp.zeros_like(bias) if grads.bias is None else grads.bias
-        found.append(dbias.astype(bias.dtype).reshape(bias.shape))
+        dbias = jnp.zeros(bias.shape) if grads.bias is None else grads.bias
+        is_real = jnp.issubdtype(bias.dtype, jnp.floating)
+        found.append(dbias.astype(bias.dtype if is_real else jnp.float32).reshape(bias.shape))
     return tuple(found)
 
 
@@ -427,8 +431,8 @@ def explain(
         bias: as for ``attention``.
         mask: as for ``attention``.
         platform: "cpu", "cuda" (or "gpu"), "rocm", "tpu"; the default backend's if None.
-        **options: keywords of ``attention`` except ``return_residual``; or those of
-            ``attention_varlen``, without bias and mask.
+        **options: keywords of ``attention`` except ``return_residual``, or those of
+            ``attention_varlen`` (which takes no bias, mask or block_mask).
 
     Raises:
         ValueError: the call would raise it, or the platform is unknown.
@@ -505,7 +509,7 @@ def _run(call: Call) -> tuple[Array, Array]:
     if strategies.splits_tokens(call):
         out, lse = strategies.over_mesh(call)
     elif call.implementation == "xla" or reason is not None:
-        arguments.check_unfused(call, reason)
+        arguments.leave_kernels(call, reason)
         out, lse = blockwise.forward(call.with_words, call.semantics, call.bias, call.mask)
     else:
         out, lse = vjp.attention(call.masked, call.semantics, call.implementation)

@@ -39,9 +39,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 @pytest.fixture(autouse=True)
 def _fallback_warnings_start_over():
     """A fallback is reported once per process; a test must not depend on who ran before it."""
-    from jax_fa.runtime import primitives
+    from jax_fa.runtime import fallback
 
-    primitives._warned.clear()
+    fallback._warned.clear()
 
 
 @pytest.fixture

@@ -177,6 +177,7 @@ def test_what_a_mask_function_reads_may_change():
     np.testing.assert_array_equal(got, attention(Q, K, V, mask_mod=chunked(7)))
 
 
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_a_mask_function_beside_a_traced_scale():
     given = {"mask_mod": chunked(7), "block_mask": SEEN[..., :1, :1]}
     got = jax.grad(lambda x: jnp.sum(attention(Q, K, V, scale=x, **given)))(0.3)
@@ -215,6 +216,7 @@ def test_families_are_those_of_the_context(monkeypatch):
     assert asked == [("9.0",), ("10.0",)]
 
 
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_modes_of_jax_are_those_of_the_call():
     broken = Q.at[0, 0, 0, 0].set(jnp.nan)
     jax.block_until_ready(attention(broken, K, V))

@@ -27,7 +27,7 @@ Python 3.12.4, jax 0.11.2, jaxlib 0.11.2, Linux x86_64
 JAX computes on: cpu
 GPUs: none (no NVIDIA driver shows one)
 GPU kernels installed: none
-Runs unfused on the CPU: traced `scale`, float64
+Runs unfused on the CPU: traced `scale`, float64, `mask_mod` of packed sequences
 What runs unfused gives the same results, slower.
 """
 
@@ -38,8 +38,9 @@ JAX computes on: gpu
 GPUs: 8 x NVIDIA H200, compute capability 9.0: family sm90
 GPU kernels installed: sm90, 130 variants: bfloat16 and float16, D or D/Dv of 64, 96, 128, \
 192/128, 256
-Runs unfused on the CPU: traced `scale`, float64
-Runs unfused on NVIDIA H200: float32; D or Dv of more than 256; traced `scale`, float64
+Runs unfused on the CPU: traced `scale`, float64, `mask_mod` of packed sequences
+Runs unfused on NVIDIA H200: float32; D or Dv of more than 256; traced `scale`, float64, \
+`mask_mod` of packed sequences
 What runs unfused gives the same results, slower.
 """
 
@@ -49,7 +50,7 @@ Python 3.12.4, jax 0.11.2, jaxlib 0.11.2, Linux x86_64
 JAX computes on: gpu
 GPUs: 8 x NVIDIA H200, compute capability 9.0: family sm90
 GPU kernels installed: none
-Runs unfused on the CPU: traced `scale`, float64
+Runs unfused on the CPU: traced `scale`, float64, `mask_mod` of packed sequences
 Runs unfused on NVIDIA H200: everything
 What runs unfused gives the same results, slower.
 To compile the kernels of sm90 and install them:
@@ -63,7 +64,7 @@ JAX computes on: gpu
 GPUs: 1 x Tesla T4, compute capability 7.5: no kernels exist for it, only for 9.0, 10.0, 10.3, \
 11.0, 8.0, 8.6, 8.7, 8.9, 12.0, 12.1
 GPU kernels installed: none
-Runs unfused on the CPU: traced `scale`, float64
+Runs unfused on the CPU: traced `scale`, float64, `mask_mod` of packed sequences
 Runs unfused on Tesla T4: everything
 What runs unfused gives the same results, slower.
 """

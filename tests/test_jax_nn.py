@@ -161,11 +161,13 @@ def test_residual_has_the_dtype_of_key_and_no_gradient(function):
 
 
 @pytest.mark.parametrize("function", [ours, theirs])
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_scale_may_be_traced(function):
     traced = jax.jit(lambda scale: function(Q, K, V, scale=scale))(jnp.float32(0.3))
     np.testing.assert_allclose(traced, function(Q, K, V, scale=0.3), atol=3e-6)
 
 
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_gradient_of_traced_scale_is_the_same():
     a, b = (
         jax.jit(jax.grad(lambda s, f=f: jnp.sum(jnp.sin(f(Q, K, V, scale=s)))))(0.3)

@@ -100,6 +100,7 @@ def test_a_function_and_a_mask_hide_together(name):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_a_function_over_packed_sequences_counts_within_them():
     q, k, v = (x[0] for x in drawn())
     cu_q, cu_k = jnp.asarray([0, 30, 70], jnp.int32), jnp.asarray([0, 50, 90], jnp.int32)
@@ -257,6 +258,7 @@ def test_a_function_of_nothing_gives_nothing(batch, q_len, kv_len):
     ids=lambda given: next(iter(given)),
 )
 @pytest.mark.parametrize("extents", ["2,T,4,8;2,7,2,8", "2,5,4,8;2,S,2,8", "2,T,4,8;2,S,2,8"])
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_a_call_is_exported_with_open_extents(given, extents):
     scope = jax.export.SymbolicScope()
     shapes = [jax.export.symbolic_shape(x, scope=scope) for x in extents.split(";")]
@@ -273,6 +275,7 @@ def test_a_call_is_exported_with_open_extents(given, extents):
     np.testing.assert_allclose(exported.call(q, k), attend(q, k), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_a_block_mask_is_exported_with_open_extents():
     scope = jax.export.SymbolicScope()
     q_len, kv_len = (jax.export.symbolic_shape(name, scope=scope)[0] for name in "TS")

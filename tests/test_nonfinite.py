@@ -141,3 +141,56 @@ def test_larger_ones_are_exact_in_the_reference_and_nan_in_kernels(top, sink):
     )
     out, lse = vjp.attention(arrays, semantics, "cpu")
     assert np.isnan(out).any() and np.isnan(lse).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["bias", "shared bias", "mask"])
+def test_a_merge_of_rows_that_see_nothing_has_finite_gradients(name, implementation):
+    """Where two parts of the keys are hidden from a row, logaddexp has NaN for a derivative."""
+    q, k, v = (jnp.concatenate([x, x[:, ::-1]]) for x in operands())
+    is_hidden = np.zeros((1 if name == "shared bias" else 2, 2, LENGTH, LENGTH), bool)
+    is_hidden[:, :, 0] = True
+    bias = jnp.where(is_hidden, -jnp.inf, 0.5)
+
+    def loss(q, k, v, bias):
+        parts = []
+        for keys in (slice(0, HIDDEN), slice(HIDDEN, None)):
+            hides = {"mask": ~is_hidden[..., keys]}
+            if name != "mask":
+                hides = {"bias": bias[..., keys]}
+            parts.append(
+                jax_fa.attention_with_lse(
+                    q, k[:, keys], v[:, keys], **hides, implementation=implementation
+                )
+            )
+        (out, lse), (other, other_lse) = parts
+        whole = jnp.logaddexp(lse, other_lse)
+        weights = [jnp.where(jnp.isneginf(whole), 0, jnp.exp(x - whole)) for x in (lse, other_lse)]
+        return jnp.sum(jnp.sin(out * weights[0][..., None] + other * weights[1][..., None]))
+
+    def at_once(q, k, v, bias):
+        out = jax_fa.attention(q, k, v, jnp.where(is_hidden, 0, bias), mask=~is_hidden)
+        return jnp.sum(jnp.sin(out))
+
+    got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, bias)
+    wanted = jax.jit(jax.grad(at_once, (0, 1, 2, 3)))(q, k, v, bias)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        got if name != "mask" else got[:3],
+        wanted if name != "mask" else wanted[:3],
+    )
+
+
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
+def test_the_gradient_of_a_scale_is_that_of_clean_keys():
+    q, k, v = operands()
+    mask = np.arange(k.shape[1]) < HIDDEN
+
+    def gradient(k, v):
+        def loss(scale):
+            return jnp.sum(jax_fa.attention(q, k, v, mask=mask, scale=scale) ** 2)
+
+        return jax.jit(jax.grad(loss))(0.3)
+
+    spoilt = gradient(k.at[:, HIDDEN:].set(jnp.nan), v.at[:, HIDDEN:].set(jnp.inf))
+    np.testing.assert_allclose(spoilt, gradient(k, v), rtol=1e-5)

@@ -332,6 +332,17 @@ def test_explicit_sharding_of_tokens_needs_no_other_call(case, shape):
     oracle.assert_close(named(out, lse, grads), wanted(case, "float32"), "float32", str(case))
 
 
+def test_explicit_sharding_of_tokens_needs_no_mesh_that_is_set():
+    mesh = jax.make_mesh((4, 2), ("context", "model"), axis_types=(AxisType.Explicit,) * 2)
+    sharding = NamedSharding(mesh, P(None, "context", "model"))
+    arrays = drawn(heads=4, kv_heads=2)
+    step = jax.value_and_grad(
+        lambda x: jnp.sum(jnp.sin(jax_fa.attention(**x, is_causal=True))), allow_int=True
+    )
+    got = jax.jit(step)(jax.device_put(arrays, sharding))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, step(arrays))
+
+
 def test_explicit_sharding_that_does_not_fit_is_refused():
     mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Explicit,))
     arrays = drawn()
@@ -426,6 +437,7 @@ def assert_as_alone(attend, alone, arrays):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_mask_functions_of_packed_sequences():
     case = PACKED[0]
     x = make(case, "float32").operands
@@ -503,6 +515,7 @@ def test_a_mask_that_devices_share_is_never_unpacked():
         assert not re.search(r"tensor<\d+x\d+x104x(208|104)xf32>", text), strategy
 
 
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_a_traced_scale_and_the_unfused_path():
     arrays = drawn()
     attend = program(mesh_of(4), arrays, is_causal=True, implementation="xla")

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.harness import in_new_process
+from jax.test_util import check_grads
 
 import jax_fa
-from jax_fa.runtime import bindings, installation, primitives
+from jax_fa import mask_mods
+from jax_fa.runtime import bindings, fallback, installation
 
 
 def zeros(*shape, dtype=jnp.float32):
@@ -579,7 +581,7 @@ def test_reference_that_was_asked_for_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lowered_for_cuda(implementation="xla")
-    assert not primitives._warned
+    assert not fallback._warned
 
 
 def test_explain_tells_what_would_run():
@@ -712,6 +714,7 @@ def test_explain_refuses_what_attention_refuses():
         jax_fa.explain(Q, K, V, platform="cpu", implementation="cuda")
 
 
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_float64_runs_unfused_and_exact():
     with jax.enable_x64(True):
         x = np.random.default_rng(0).standard_normal((1, 5, 2, 8))
@@ -720,3 +723,41 @@ def test_float64_runs_unfused_and_exact():
         assert "not float64" in str(jax_fa.explain(x, x, x, platform="cpu"))
         with pytest.raises(NotImplementedError, match="not float64"):
             jax_fa.attention(x, x, x, implementation="cpu")
+
+
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
+def test_types_in_64_bit_mode():
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).standard_normal((1, 5, 2, 8))
+        narrow = x.astype(np.float32)
+        attend = jax.jit(
+            lambda scale: jax_fa.attention_with_lse(narrow, narrow, narrow, scale=scale)
+        )
+        out, lse = attend(np.float64(0.3))
+        assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
+
+        def loss(sinks):
+            return jnp.sum(jax_fa.attention(x, x, x, sinks=sinks) ** 2)
+
+        check_grads(loss, (np.array([0.1, -0.7]),), 1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("reason", ["a traced scale", "not float64", "mask function of packed"])
+def test_what_no_kernel_serves_runs_unfused_with_a_warning(reason):
+    """Also where kernels of the platform serve other calls, such as on the CPU."""
+
+    def attend(scale):
+        if reason == "not float64":
+            with jax.enable_x64(True):
+                x = np.zeros((1, 4, 2, 8))
+                return jax_fa.attention(x, x, x)
+        if reason == "a traced scale":
+            return jax_fa.attention(Q, K, V, scale=scale)
+        seen = mask_mods.chunked(2)
+        return jax_fa.attention_varlen(Q[0], K[0], V[0], **PACKED, mask_mod=seen)
+
+    with pytest.warns(jax_fa.FallbackWarning, match=reason) as record:
+        for _ in range(2):
+            jax.jit(attend)(0.5)
+            jax.clear_caches()
+    assert len(record) == 1

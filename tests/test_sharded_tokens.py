@@ -361,6 +361,7 @@ def test_explain_of_a_packed_call_and_of_arrays_at_hand():
     ],
     ids=["auto", "all_gather", "ring", "ring full", "window and cap", "mask function", "scale"],
 )
+@pytest.mark.filterwarnings("ignore::jax_fa.FallbackWarning")
 def test_explain_inside_shard_map_names_strategy_and_kernels(
     options, kernels, sharing, monkeypatch
 ):

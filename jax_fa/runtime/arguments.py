@@ -15,9 +15,17 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_fa.mask_mods import MaskFunction
-from jax_fa.runtime import checks, emulation_settings, mask_functions, masks, sequences
+from jax_fa.runtime import (
+    checks,
+    emulation_settings,
+    fallback,
+    mask_functions,
+    masks,
+    sequences,
+)
 from jax_fa.runtime.checks import Numbers
 from jax_fa.runtime.dispatch import IMPLEMENTATIONS, Forced, Implementation, name_of
+from jax_fa.runtime.reference import wide
 from jax_fa.spec.band import Alignment, Band, ceil_div
 from jax_fa.spec.division import MASK_BLOCK
 from jax_fa.spec.problem import KERNEL_DTYPES, Operands, Semantics
@@ -186,7 +194,7 @@ def dense(qkv: Given, options: Options, share: Share = WHOLE) -> Call:
         q_segments=q_segments,
         kv_segments=kv_segments,
         q_offset=given.offset(batch),
-        sinks=given.sinks(batch, num_q_heads),
+        sinks=given.sinks(batch, q),
     )
     full = (batch, num_q_heads, q_len, kv_len * share.shards)
     call = Call(
@@ -268,6 +276,13 @@ def check_unfused(call: Call, reason: str | None) -> None:
     )
 
 
+def leave_kernels(call: Call, reason: str | None) -> None:
+    """``check_unfused``, and a warning if the caller did not ask for the unfused path."""
+    check_unfused(call, reason)
+    if reason is not None and call.implementation is None:
+        fallback.warn_once("", reason, call.operands.q.shape[1], call.operands.k.shape[1])
+
+
 def packed(qkv: Given, packing: PackingKeywords, options: Options, share: Share = WHOLE) -> Call:
     """Checks a call over packed [total, N, D] arrays; see ``dense``. Borders are of all tokens."""
     _check_names(options, refused=_DENSE_ONLY, advice="use seqused_q, seqused_k and segment ids")
@@ -309,7 +324,7 @@ def packed(qkv: Given, packing: PackingKeywords, options: Options, share: Share 
         q_segments=None if q_segments is None else q_segments[None],
         kv_segments=None if kv_segments is None else kv_segments[None],
         q_offset=given.offset(count),
-        sinks=given.sinks(count, q.shape[2]),
+        sinks=given.sinks(count, q),
     )
     call = Call(operands, _semantics(options, q.shape[3]), _implementation(options))
     return _with_function(call, options, share)
@@ -414,14 +429,15 @@ class _Given(NamedTuple):
             )
         return jnp.broadcast_to(sequences.offsets(offset), (count,))
 
-    def sinks(self, count: int, num_q_heads: int) -> Array | None:
+    def sinks(self, count: int, q: Array) -> Array | None:
         given = self.options.get("sinks")
         if given is None:
             return None
         sinks = checks.floats("sinks", given)
+        num_q_heads = q.shape[2]
         checks.check_shape("sinks", sinks, (num_q_heads,))
         _check_sinks(given)
-        return jnp.broadcast_to(sinks.astype(jnp.float32), (count, num_q_heads))
+        return jnp.broadcast_to(sinks.astype(wide(q.dtype)), (count, num_q_heads))
 
     def bias(self, full: tuple[int, ...]) -> Array | None:
         given = self.options.get("bias")

@@ -157,7 +157,9 @@ def rows_of(saved: Saved) -> Rows:
     """Those inputs of a backward that the gradient of a bias takes."""
     dtype = wide(saved.out.dtype)
     products = saved.out.astype(dtype) * saved.dout.astype(dtype)
-    return Rows(saved.lse, saved.dout, jnp.sum(products, axis=-1) - saved.dlse)
+    delta = jnp.sum(products, axis=-1) - saved.dlse
+    # A row that sees nothing has P = 0, but 0 times a cotangent that is not finite is NaN.
+    return Rows(saved.lse, saved.dout, jnp.where(jnp.isneginf(saved.lse), 0, delta))
 
 
 Struct = jax.ShapeDtypeStruct

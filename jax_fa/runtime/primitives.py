@@ -6,7 +6,6 @@ As a primitive, one traced program takes the right path on every platform that i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -18,20 +17,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 from jax.sharding import PartitionSpec
 
-from jax_fa.runtime import bindings, blockwise, emulation, sharding
+from jax_fa.runtime import bindings, blockwise, emulation, fallback, sharding
 from jax_fa.runtime.dispatch import Emulation, Forced, choose
 from jax_fa.runtime.partitioning import Call
 from jax_fa.runtime.reference import wide
 from jax_fa.runtime.sequences import in_one_row, with_slot_in_front
 from jax_fa.spec import schema
 from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
-
-
-class FallbackWarning(UserWarning):
-    """A call runs unfused because no kernel serves it."""
-
-
-_warned: set[tuple[str, str]] = set()
 
 
 def _split(names: tuple[str, ...], arrays: Sequence[Any]) -> tuple[Operands, list[Any]]:
@@ -172,19 +164,6 @@ def _bias_gradient_abstract(*arrays: Any, names: tuple[str, ...], **_: Any) -> l
 # --------------------------------------------------------------------------------------- lowering
 
 
-def _warn_once(problem: Problem, platform: str, reason: str) -> None:
-    key = (platform, reason)
-    if key not in _warned:
-        _warned.add(key)
-        warnings.warn(
-            f"attention: {reason.removesuffix('.')}. Running the unfused path, which computes the "
-            f"{problem.q_len} x {problem.kv_len} scores in blocks of rows. jax_fa.explain(...) "
-            f"tells what runs where; implementation='xla' asks for this path without the warning.",
-            FallbackWarning,
-            stacklevel=2,
-        )
-
-
 def _forward_on(
     platform: str, *arrays: Array, names: tuple[str, ...], **params: Any
 ) -> Sequence[Array]:
@@ -195,7 +174,7 @@ def _forward_on(
     choice = choose(problem, bindings.target(platform, forced), forced)
     if choice.implementation == "xla":
         if choice.is_fallback:
-            _warn_once(problem, platform, choice.reason)
+            fallback.warn_once(platform, choice.reason, problem.q_len, problem.kv_len)
         return blockwise.forward(operands, semantics)
 
     if choice.implementation != "cpu" and operands.is_packed:
@@ -221,7 +200,9 @@ def _backward_on(
         return *grads, *_bias_gradient_on(platform, *of_bias, names=names, **params)
     if choice.implementation == "xla":
         if choice.is_fallback:
-            _warn_once(problem, platform, f"in the gradient, {choice.reason}")
+            fallback.warn_once(
+                platform, f"in the gradient, {choice.reason}", problem.q_len, problem.kv_len
+            )
         return _flat(blockwise.backward(operands, semantics, *saved))
 
     has_slot_in_front = choice.implementation != "cpu" and operands.is_packed
@@ -248,7 +229,12 @@ def _bias_gradient_on(
     choice = choose(problem, bindings.target(platform, forced), forced, "dbias")
     if choice.implementation == "xla":
         if choice.is_fallback:
-            _warn_once(problem, platform, f"in the gradient of the bias, {choice.reason}")
+            fallback.warn_once(
+                platform,
+                f"in the gradient of the bias, {choice.reason}",
+                problem.q_len,
+                problem.kv_len,
+            )
         return [blockwise.bias_gradient(operands, semantics, lse, dout, delta)]
     rows = bindings.Rows(lse, dout, delta)
     if isinstance(forced, Emulation):

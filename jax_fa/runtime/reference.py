@@ -237,7 +237,9 @@ def _scores(
     q = jnp.where(seen.rows[:, :, None, None], operands.q, 0)
     k = jnp.where(seen.keys[:, :, None, None], operands.k, 0)
     v = jnp.where(seen.keys[:, :, None, None], operands.v, 0)
-    logits = _products(_grouped(q, num_kv_heads), k) * semantics.scale
+    products = _products(_grouped(q, num_kv_heads), k)
+    # A traced scale has a gradient, which what hidden keys hold must not reach.
+    logits = _where(visible, products) * jnp.asarray(semantics.scale, products.dtype)
     bias = operands.bias if bias is None else bias
     if bias is not None:
         bias = _per_head(bias, num_kv_heads)
@@ -321,7 +323,10 @@ class _ScoreGradients(NamedTuple):
 def _score_gradients(
     operands: Operands, semantics: Semantics, lse: Array, dout: Array, delta: Array
 ) -> _ScoreGradients:
-    """What the cotangents ``dout`` and ``delta``, 0 for unused rows, mean for the scores."""
+    """What the cotangents mean for the scores.
+
+    ``dout`` and ``delta`` are 0 for unused rows, and ``delta`` for rows without a denominator.
+    """
     x = _scores(operands, semantics)
     num_kv_heads = operands.k.shape[2]
     used = x.rows[:, :, None]  # [B, T, 1]
@@ -348,7 +353,8 @@ def wide_gradients(
     dtype = wide(operands.q.dtype)
     used = used_rows(operands)[:, :, None]  # [B, T, 1]
     out, dout = (jnp.where(used[..., None], a, 0).astype(dtype) for a in (out, dout))
-    delta = jnp.sum(dout * out, axis=-1) - jnp.where(used, dlse, 0)  # [B, T, N]
+    delta = jnp.sum(dout * out, axis=-1) - dlse  # [B, T, N]
+    delta = jnp.where(used & ~jnp.isneginf(lse), delta, 0)
     x, probabilities, ds = _score_gradients(operands, semantics, lse, dout, delta)
     ds = ds * semantics.scale
     # Where an operand is not finite, neither is ds of a pair that is visible.
@@ -376,7 +382,7 @@ def bias_gradient(
     """
     used = used_rows(operands)[:, :, None]
     dout = jnp.where(used[..., None], dout, 0).astype(wide(dout.dtype))
-    delta = jnp.where(used, delta, 0)
+    delta = jnp.where(used & ~jnp.isneginf(lse), delta, 0)
     ds = _score_gradients(operands, semantics, lse, dout, delta).ds
     shape = operands.bias.shape
     ds = ds.reshape(ds.shape[0], -1, *ds.shape[3:])  # [B, N, T, S]

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_fa.runtime import arguments, checks, context, layouts, masks, primitives, vjp
@@ -101,13 +101,20 @@ def over_mesh(call: Call) -> Result:
         for name, kind in zip(query.mesh.axis_names, query.mesh.axis_types, strict=True)
         if kind == AxisType.Explicit
     }
+    # The mesh is named, since callers need not have set one.
     mapped = jax.shard_map(
         one_device,
+        mesh=query.mesh,
         in_specs=(specs,),
         out_specs=(spec_of("out"), spec_of("lse")),
         axis_names=explicit,
     )
-    return mapped({name: jax.sharding.reshard(x, specs[name]) for name, x in arrays.items()})
+    return mapped(
+        {
+            name: jax.sharding.reshard(x, NamedSharding(query.mesh, specs[name]))
+            for name, x in arrays.items()
+        }
+    )
 
 
 def _extent(mesh: Any, axis: Any) -> int:
@@ -186,7 +193,7 @@ def run(call: Call, how: How, saved: Result | None = None) -> Result:
         job = _job(call, last, layout)
         if reason is None and not (implementation == "xla" and last.strategy == "all_gather"):
             return context.attention(operands, job, saved)
-        arguments.check_unfused(call, reason)
+        arguments.leave_kernels(call, reason)
         return context.unfused(call.with_words, job, call.bias, call.mask)
 
 

@@ -88,7 +88,7 @@ _FEATURES: dict[str, Sequence[Problem]] = {
 }
 
 
-_UNFUSED = "traced `scale`, float64"
+_UNFUSED = "traced `scale`, float64, `mask_mod` of packed sequences"
 """Features that no kernel serves on any platform."""
 
 

@@ -102,8 +102,8 @@ SOURCE_FAULTS = (
     Fault(
         "P is handed over without waiting for its stores",
         SOFTMAX,
-        'mma."""\n    cute.arch.fence_view_async_tmem_store()',
-        'mma."""',
+        'so far."""\n    cute.arch.fence_view_async_tmem_store()',
+        'so far."""',
         AsyncHazardError,
         r"tcgen05.mma.* warp 12 .* reads TMEM .* warp \d stored without tcgen05.wait::st",
     ),
