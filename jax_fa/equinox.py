@@ -1,4 +1,6 @@
-"""Equinox models whose ``MultiheadAttention`` runs the kernels.
+"""Equinox models whose ``MultiheadAttention`` runs the kernels. ``import jax_fa`` does not load it.
+
+    import jax_fa.equinox
 
     model = jax_fa.equinox.with_kernels(model, is_causal=True)
 

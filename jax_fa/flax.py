@@ -1,4 +1,6 @@
-"""The attention function of Flax layers, linen and NNX.
+"""The attention function of Flax layers, linen and NNX. ``import jax_fa`` alone does not load it.
+
+    import jax_fa.flax
 
     flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_fa.flax.attention_fn)
     flax.nnx.MultiHeadAttention(..., attention_fn=jax_fa.flax.make_attention_fn(is_causal=True))

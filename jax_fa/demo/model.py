@@ -3,7 +3,7 @@
 Pre-norm blocks, rotary positions, grouped-query attention, a gated MLP, tied embeddings.
 Letters in shapes: B batch, T length, N query heads, K key/value heads, D head size, C model width.
 
-Under ``jax.set_mesh`` with the axes of ``demo_mesh``, devices share the batch, the tokens and the
+Under ``jax.set_mesh`` with the axes of ``MeshConfig``, devices share the batch, the tokens and the
 heads.
 """
 

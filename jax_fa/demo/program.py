@@ -1,7 +1,7 @@
 """``python -m jax_fa.demo``: trains a small GPT on text, samples from it and checks the losses.
 
-Reading order: ``demo_model`` (the GPT), ``demo_training`` (the jit-compiled step), ``demo_data``,
-``demo_checkpoint``, ``demo_mesh`` (several devices), and here the command line.
+Reading order: ``model`` (the GPT), ``training`` (the jit-compiled step), ``data``, ``checkpoint``,
+``meshes`` (several devices), and here the command line.
 """
 
 from __future__ import annotations

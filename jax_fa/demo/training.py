@@ -97,7 +97,8 @@ def make_trainer(
     Args:
         model_config: the model.
         train_config: its training.
-        mesh: of ``demo_mesh``, whose devices share the work; every process passes whole windows.
+        mesh: as ``MeshConfig.make`` makes it, whose devices share the work; every process passes
+            whole windows.
     """
 
     def initial() -> tuple[nnx.GraphDef[Any], nnx.State]:
