@@ -7,6 +7,12 @@
 # another; without it the kernels are compiled here, which needs nvidia-cutlass-dsl. Build tools and
 # jax are taken from the present environment, nothing is downloaded.
 set -euo pipefail
+case ${1:-} in
+  -h | --help)
+    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+    exit
+    ;;
+esac
 cd "$(dirname "$0")/.."
 kernels=${1:-auto}
 [ "$kernels" = auto ] || kernels=$(realpath "$kernels")

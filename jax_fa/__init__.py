@@ -1,6 +1,8 @@
 """Exact fused attention for JAX: a drop-in for ``jax.nn.dot_product_attention``, and more."""
 
+from importlib import import_module as _import_module
 from pkgutil import extend_path as _extend_path
+from types import ModuleType as _ModuleType
 
 # In a checkout this folder shadows the installed package, which is where the extension is.
 __path__ = _extend_path(__path__, __name__)
@@ -25,3 +27,10 @@ __version__ = "0.1.0"
 
 _register()
 _register_partitioner()
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """``jax_fa.flax`` and ``jax_fa.equinox``: imported when asked for, since they need more."""
+    if name in ("flax", "equinox"):
+        return _import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

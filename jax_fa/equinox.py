@@ -1,6 +1,4 @@
-"""Equinox models whose ``MultiheadAttention`` runs the kernels. ``import jax_fa`` does not load it.
-
-    import jax_fa.equinox
+"""Equinox models whose ``MultiheadAttention`` runs the kernels.
 
     model = jax_fa.equinox.with_kernels(model, is_causal=True)
 

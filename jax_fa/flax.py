@@ -1,6 +1,4 @@
-"""The attention function of Flax layers, linen and NNX. ``import jax_fa`` alone does not load it.
-
-    import jax_fa.flax
+"""The attention function of Flax layers, linen and NNX.
 
     flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_fa.flax.attention_fn)
     flax.nnx.MultiHeadAttention(..., attention_fn=jax_fa.flax.make_attention_fn(is_causal=True))

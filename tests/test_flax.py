@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.harness import in_new_process
 
+import jax_fa
 from jax_fa.flax import attention_fn, make_attention_fn
 
 FLOAT32_TOLERANCE = 2e-6
@@ -367,3 +369,12 @@ def test_arguments_are_checked_as_those_of_attention(own):
         own(q, k, "v")
     with pytest.raises(ValueError, match="mask should be real numbers, but is complex64"):
         own(q, k, v, mask=jnp.ones((5, 5), jnp.complex64))
+
+
+def test_modules_for_other_libraries_are_imported_when_asked_for():
+    in_new_process(
+        "import sys, jax_fa\n"
+        "assert not {'flax', 'equinox'} & sys.modules.keys()\n"
+        "assert jax_fa.flax.attention_fn and jax_fa.equinox.with_kernels\n"
+    )
+    assert not hasattr(jax_fa, "torch")

@@ -5,7 +5,7 @@ Names are those that ``python -m jax_fa.aot --list`` shows.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 
 from jax_fa.analysis import audit
@@ -47,8 +47,11 @@ def ledger(plan: Plan, smem_capacity: int = SMEM_CAPACITY_BYTES) -> str:
     return "\n".join(lines)
 
 
-def main(names: Sequence[str] = (OF_ONE_CTA, OF_A_PAIR)) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Prints the ledgers of variants."""
+    parser = argparse.ArgumentParser("python -m jax_fa.analysis.plan_ledger", description=__doc__)
+    parser.add_argument("names", metavar="NAME", nargs="*", default=[OF_ONE_CTA, OF_A_PAIR])
+    names: list[str] = parser.parse_args(argv).names
     if unknown := [name for name in names if name not in variants.BY_NAME]:
         raise SystemExit(
             f"no variant is named {unknown[0]}; `python -m jax_fa.aot --list` shows them"
@@ -59,4 +62,4 @@ def main(names: Sequence[str] = (OF_ONE_CTA, OF_A_PAIR)) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or (OF_ONE_CTA, OF_A_PAIR))
+    main()

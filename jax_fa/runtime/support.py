@@ -7,6 +7,7 @@ between their marks in these files are brought up to date.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -188,13 +189,16 @@ def updated(text: str) -> str:
     return text
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table, or brings files up to date."""
-    if not argv:
+    parser = argparse.ArgumentParser("python -m jax_fa.runtime.support", description=__doc__)
+    parser.add_argument("files", metavar="FILE.md", type=Path, nargs="*")
+    files: list[Path] = parser.parse_args(argv).files
+    if not files:
         sys.stdout.write(table() + "\n")
-    for path in map(Path, argv):
+    for path in files:
         path.write_text(updated(path.read_text()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
