@@ -164,6 +164,7 @@ TOWERS = {
         Layer("parallel", "jax"),
         Layer("__init__"),
         Layer("__main__", "jax jaxlib"),
+        Layer("check", "jax numpy"),
         Layer("layer_masks", "jax numpy"),
         Layer("flax", "jax numpy", lazy="flax"),
         Layer("equinox", "jax equinox"),

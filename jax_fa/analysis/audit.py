@@ -353,10 +353,12 @@ def audit_code(report: Report, variant: Variant, code: Sequence[machine_code.Cod
     main = max(code, key=lambda kernel: machine_code.count(kernel.instructions)[mma])
     if mma == "tcgen05.mma":
         report.mma_spacing = machine_code.instructions_per(main, mma)
-    shares_keys = getattr(choose_config(variant), "splits_results", False)
-    if variant.operation == "dbias" or shares_keys or variant.key.is_few:
-        # By what is rounded its loop would be known: nothing there, or by half of the warps, or a
-        # few scores of each.
+    chosen = choose_config(variant)
+    shares_keys = getattr(chosen, "splits_results", False)
+    is_branched = variant.key.has_bias and getattr(chosen, "parts", 1) > 2
+    if variant.operation == "dbias" or shares_keys or is_branched or variant.key.is_few:
+        # By what is rounded its loop would be known: nothing there, or by half of the warps; or by
+        # a branch for each part of a block, with a cap or without; or a few scores of each warp.
         return
     found = machine_code.softmax_loops(main, rounded=1 if variant.operation == "fwd" else 2)
     if not found:

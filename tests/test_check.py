@@ -1,0 +1,63 @@
+"""``python -m jax_fa.check``: it passes what is right, notices what is not, and counts FLOPs."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+import jax_fa
+from jax_fa import check
+from jax_fa.check import Finding, Shape
+
+SMALL = ["--batch", "1", "--q-len", "100", "--heads", "4:2", "--head-dim", "32:16", "--rounds", "1"]
+
+
+@pytest.mark.parametrize("dtype", check.WIDER)
+@pytest.mark.parametrize("more", [[], ["--causal", "--kv-len", "70"], ["--window", "20:3"]])
+def test_kernels_of_this_machine_pass(dtype, more, capsys):
+    assert check.main([*SMALL, "--dtype", dtype, *more]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("cpu: cpu (fwd_cpu): ")
+    assert text.count(": ok\n") == len(check.NAMES)
+    assert re.search(r"^forward and backward: [\d.e-]+ ms, [\d.e-]+ TFLOP/s$", text, re.M)
+
+
+def test_rows_that_see_nothing_have_no_error(capsys):
+    assert check.main([*SMALL, "--window", "5:-90", "--rounds", "0"]) == 0
+    assert "TFLOP/s" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", [1.02, jnp.nan])
+def test_a_wrong_result_is_told(fault, monkeypatch, capsys):
+    def attend(*qkv, implementation, real=jax_fa.attention_with_lse, **options):
+        out, lse = real(*qkv, implementation=implementation, **options)
+        return (out if implementation == "xla" else (out * fault).astype(out.dtype)), lse
+
+    monkeypatch.setattr(jax_fa, "attention_with_lse", attend)
+    assert check.main([*SMALL, "--rounds", "0"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    wrong = [line.split()[0] for line in lines if line.endswith("WRONG")]
+    assert wrong == ["out", "dq", "dk", "dv"]
+
+
+def test_errors_are_judged_by_those_of_rounding():
+    assert Finding("out", 2e-3, 1e-3).is_right
+    assert not Finding("out", 2.1e-3, 1e-3).is_right
+    assert Finding("lse", 1e-6, 0.0).is_right
+    assert not Finding("lse", float("nan"), 1.0).is_right
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "window", "pairs"),
+    [
+        (False, (None, None), 5 * 7),
+        (True, (None, None), 1 + 2 + 3 + 4 + 5),
+        (True, (1, None), 1 + 2 + 2 + 2 + 2),
+        (False, (0, 3), 4 + 4 + 4 + 4 + 3),
+    ],
+)
+def test_products_over_visible_pairs_count(is_causal, window, pairs):
+    shape = Shape(2, 5, 7, (4, 2), (32, 16), "bfloat16", is_causal, window)
+    assert shape.pairs() == pairs
+    assert shape.flops(has_backward=False) == 2 * 2 * 4 * pairs * (32 + 16)
+    assert shape.flops(has_backward=True) == 2 * 2 * 4 * pairs * (4 * 32 + 3 * 16)
