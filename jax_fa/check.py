@@ -186,13 +186,31 @@ def _parser() -> argparse.ArgumentParser:
         "--window", type=_window, default=(None, None), metavar="L:R", help="a side may be empty"
     )
     parser.add_argument("--implementation", help="as for jax_fa.attention")
+    parser.add_argument(
+        "--emulate", metavar="FAMILY", help="run the kernels of sm90, ... on the CPU"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="of timing; 0 for none")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what runs, its errors and its times; returns the exit status."""
+    """Prints what runs, its errors and its times; returns the exit status.
+
+    Raises:
+        SystemExit: the call is refused, for the reason that it says.
+    """
     args = _parser().parse_args(argv)
+    try:
+        if args.emulate is None:
+            return _check(args)
+        args.implementation, args.rounds = "emulated", 0
+        with jax_fa.emulation(args.emulate):
+            return _check(args)
+    except (TypeError, ValueError, NotImplementedError) as refusal:
+        raise SystemExit(str(refusal)) from None
+
+
+def _check(args: argparse.Namespace) -> int:
     kv_len = args.q_len if args.kv_len is None else args.kv_len
     extents = (args.batch, args.q_len, kv_len, args.heads, args.head_dim)
     shape = Shape(*extents, args.dtype, args.causal, args.window)

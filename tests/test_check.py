@@ -8,7 +8,9 @@ import pytest
 import jax_fa
 from jax_fa import check
 from jax_fa.check import Finding, Shape
+from jax_fa.runtime import bindings
 
+KERNELS = {"fwd_sm80_bf16_d64_causal", "bwd_sm80_bf16_d64_causal"}
 SMALL = ["--batch", "1", "--q-len", "100", "--heads", "4:2", "--head-dim", "32:16", "--rounds", "1"]
 
 
@@ -38,6 +40,20 @@ def test_a_wrong_result_is_told(fault, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     wrong = [line.split()[0] for line in lines if line.endswith("WRONG")]
     assert wrong == ["out", "dq", "dk", "dv"]
+
+
+def test_a_refusal_is_one_sentence():
+    with pytest.raises(SystemExit, match="implementation='flash' is unknown; use None or one of"):
+        check.main([*SMALL, "--implementation", "flash"])
+    with pytest.raises(SystemExit, match="emulation: arch is 'sm70'; kernels exist for sm90"):
+        check.main([*SMALL, "--emulate", "sm70"])
+
+
+@pytest.mark.skipif(not KERNELS <= bindings.compiled(), reason="this build lacks the kernels")
+def test_kernels_of_a_gpu_pass_in_the_emulator(capsys):
+    assert check.main([*SMALL, "--emulate", "sm80", "--causal"]) == 0
+    text = capsys.readouterr().out
+    assert "fwd_sm80_bf16_d64_causal" in text and "TFLOP/s" not in text
 
 
 def test_errors_are_judged_by_those_of_rounding():
