@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_fa
-from jax_fa.spec.band import Band, Extremes, key_range
+from jax_fa.analysis import roofline
+from jax_fa.spec.problem import Problem
 
 ALLOWED = 2.0
 """Times the error of rounding alone."""
@@ -49,19 +50,6 @@ class Shape:
     def options(self) -> dict[str, Any]:
         """Keywords of ``jax_fa.attention_with_lse``."""
         return {"is_causal": self.is_causal, "local_window_size": self.window}
-
-    def pairs(self) -> int:
-        """Visible pairs of a query and a key, for one head of one sequence."""
-        rows = np.arange(self.q_len)
-        window = Band(self.is_causal, *self.window).window(0, self.q_len, self.kv_len)
-        seen = key_range(window, rows, Extremes(np.minimum, np.maximum))
-        return int(np.maximum(seen.hi - seen.lo, 0).sum())
-
-    def flops(self, *, has_backward: bool) -> int:
-        """Of the products over visible pairs: two forward, five more backward."""
-        d, dv = self.head_dims
-        columns = (d + dv) + has_backward * (3 * d + 2 * dv)
-        return 2 * self.batch * self.heads[0] * self.pairs() * columns
 
 
 class Finding(NamedTuple):
@@ -135,7 +123,13 @@ def seconds(run: Callable[[], Any], rounds: int) -> float:
     return statistics.median(took[2:])
 
 
-def timings(shape: Shape, implementation: Any, rounds: int) -> Iterator[str]:
+def flops(problem: Problem, *, has_backward: bool) -> int:
+    """Of the products over visible pairs: two forward, five more backward."""
+    forward = roofline.work(problem, "fwd", 1).flops
+    return forward + (roofline.work(problem, "bwd", 1).flops if has_backward else 0)
+
+
+def timings(shape: Shape, problem: Problem, implementation: Any, rounds: int) -> Iterator[str]:
     """A line for the forward, and one for forward and backward."""
     qkv, dout = drawn(shape, 0)
     arrays = [jnp.asarray(x) for x in (*qkv, dout)]
@@ -153,7 +147,7 @@ def timings(shape: Shape, implementation: Any, rounds: int) -> Iterator[str]:
         ("forward and backward", lambda: both(*arrays), True),
     ):
         took = seconds(run, rounds)
-        rate = shape.flops(has_backward=has_backward) / took / 1e12
+        rate = flops(problem, has_backward=has_backward) / took / 1e12
         yield f"{name}: {took * 1e3:.3g} ms, {rate:.3g} TFLOP/s"
 
 
@@ -216,7 +210,8 @@ def _check(args: argparse.Namespace) -> int:
     shape = Shape(*extents, args.dtype, args.causal, args.window)
     write = sys.stdout.write
     qkv, _ = drawn(shape, 0)
-    write(f"{jax_fa.explain(*qkv, **shape.options, implementation=args.implementation)}\n")
+    explained = jax_fa.explain(*qkv, **shape.options, implementation=args.implementation)
+    write(f"{explained}\n")
     is_right = True
     for found in findings(shape, args.implementation):
         is_right &= found.is_right
@@ -224,7 +219,7 @@ def _check(args: argparse.Namespace) -> int:
         write(f"{found.name:4s} error {found.error:.1e}, of rounding {found.rounding:.1e}: ")
         write(f"{verdict}\n")
     if args.rounds > 0:
-        for line in timings(shape, args.implementation, args.rounds):
+        for line in timings(shape, explained.problem, args.implementation, args.rounds):
             write(f"{line}\n")
     return 0 if is_right else 1
 

@@ -164,11 +164,11 @@ TOWERS = {
         Layer("parallel", "jax"),
         Layer("__init__"),
         Layer("__main__", "jax jaxlib"),
-        Layer("check", "jax numpy"),
         Layer("layer_masks", "jax numpy"),
         Layer("flax", "jax numpy", lazy="flax"),
         Layer("equinox", "jax equinox"),
     ),
+    "check": (Layer("check", "jax numpy"),),
     "demo": (
         Layer("demo"),
         Layer("demo.data", "jax numpy flax optax orbax"),
@@ -188,6 +188,7 @@ BELOW = {
     "emulator": ("spec",),
     "runtime": ("spec", "emulator"),
     "interface": ("spec", "runtime"),
+    "check": ("spec", "interface", "analysis"),
     "demo": ("spec", "runtime", "interface", "analysis"),
 }
 

@@ -325,6 +325,14 @@ def test_every_capability_has_limits():
     assert {name for arch in ARCHS for name in arch.capabilities} == occupancy.LIMITS.keys()
 
 
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_plans_know_the_shared_memory_of_a_cta(arch):
+    """What the smallest SM of the family has, but for the share of the system."""
+    smallest = min(occupancy.LIMITS[name].shared_bytes for name in arch.capabilities)
+    known = {audit.smem_capacity(v) for v in VARIANTS if v.key.arch == arch.target}
+    assert known and max(known) == smallest - occupancy.SYSTEM_BYTES
+
+
 def test_occupancy_is_shown_by_capability_where_it_differs(kernel, monkeypatch):
     monkeypatch.setattr(cubins, "kernels", lambda path: (replace(kernel, registers=112),))
     report = audit.resources(BY_NAME["fwd_sm80_bf16_d64_full"], None, [50176])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jax_fa.kernels.edges import REGISTERS_PER_SM, WARP
+from jax_fa.spec.band import ceil_div
+
 
 class Limits(NamedTuple):
     """The limits of one SM.
@@ -34,13 +37,10 @@ LIMITS = {
 """By compute capability: CUDA Programming Guide, "Compute Capabilities", technical
 specifications."""
 
-REGISTERS = 64 * 1024
-"""Of one SM, each of 32 bits."""
 REGISTER_UNIT = 8
 """A thread is given a multiple of so many registers."""
 SYSTEM_BYTES = 1024
 """Shared memory that the system takes for each CTA."""
-WARP = 32
 
 
 class Launch(NamedTuple):
@@ -72,10 +72,10 @@ class Occupancy(NamedTuple):
 def occupancy(capability: str, launch: Launch) -> Occupancy:
     """The CTAs of ``launch`` that an SM of a key of ``LIMITS`` holds."""
     limits = LIMITS[capability]
-    registers = -(-launch.registers // REGISTER_UNIT) * REGISTER_UNIT
+    registers = ceil_div(launch.registers, REGISTER_UNIT) * REGISTER_UNIT
     by_limit = {
         "shared memory": limits.shared_bytes // (launch.shared_bytes + SYSTEM_BYTES),
-        "registers": REGISTERS // (registers * launch.threads),
+        "registers": REGISTERS_PER_SM // (registers * launch.threads),
         "warps": limits.warps // (launch.threads // WARP),
         "CTAs": limits.ctas,
     }

@@ -378,11 +378,11 @@ def bias_gradient(
         semantics: as for ``forward``.
         lse: float32 [B, T, N].
         dout: cotangent of the output.
-        delta: [B, T, N], rowsum(dout * out) less the cotangent of the LSE.
+        delta: [B, T, N], rowsum(dout * out) less the cotangent of the LSE, 0 where ``lse`` is -inf.
     """
     used = used_rows(operands)[:, :, None]
     dout = jnp.where(used[..., None], dout, 0).astype(wide(dout.dtype))
-    delta = jnp.where(used & ~jnp.isneginf(lse), delta, 0)
+    delta = jnp.where(used, delta, 0)
     ds = _score_gradients(operands, semantics, lse, dout, delta).ds
     shape = operands.bias.shape
     ds = ds.reshape(ds.shape[0], -1, *ds.shape[3:])  # [B, N, T, S]
