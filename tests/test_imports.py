@@ -95,6 +95,7 @@ TOWERS = {
         Layer("kernels.sm*.shell", "cutlass cuda"),
         Layer("kernels.sm*.*_work", "cutlass cuda"),
         Layer("kernels.sm90.bwd_dbias", "cutlass cuda"),
+        Layer("kernels.sm90.bwd_powers", "cutlass cuda"),
         Layer("kernels.sm*.*_lists", "cutlass cuda"),
         Layer("kernels.sm*.*_roles", "cutlass cuda"),
         Layer("kernels.sm*.*", "cutlass cuda"),

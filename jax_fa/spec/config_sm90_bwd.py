@@ -35,6 +35,9 @@ class HopperBackward:
             else it stays in float32, in the registers of S.
         loads_statistics: whether a thread loads lse2 and delta of its queries before it waits for S
             and dP.
+        is_lean: whether dK and dV leave room for one more accumulator at a time. S, dP and dQ then
+            take turns, P waits for dP in float16, and dK reads dS from shared memory. Consumers own
+            keys; dQ is not staged, and dV early; there is no cap and no bias.
     """
 
     block_q: int
@@ -50,6 +53,7 @@ class HopperBackward:
     issues_dv_early: bool = False
     rounds_slope: bool = False
     loads_statistics: bool = False
+    is_lean: bool = False
 
     @property
     def block_kv(self) -> int:
@@ -81,9 +85,13 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
             rounds_slope=key.has_soft_cap,
         )
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
+    if key.head_dim == 192 and not (key.has_soft_cap or key.has_bias):
+        # Of 240 registers 160 are taken: S and dP do not fit at the same time. With a cap or a bias
+        # P and its slope would have to wait for dP, with a bias its words too, which do not fit.
+        # 507 and 443, where consumers that share 64 keys reach 361 and 341.
+        return HopperBackward(block_q=64, overlaps_dp=False, issues_dv_early=True, is_lean=True)
     # D = 128: 621 and 577 (dV after dQ -3 %, with dQ not staged too -7 %). D = 96: 520 and 501 (dV
-    # early -3 %, dQ not staged -7 %). D = 192/128, without splitting keys: 342 and 337 (dQ staged
-    # -2 %).
+    # early -3 %, dQ not staged -7 %).
     splits_keys, is_general = key.head_dim + key.value_dim <= 256, key.mask == "general"
     # With a general mask, D = 128 spills 40 bytes with dQ staged, 104 with statistics loaded early.
     has_room = key.head_dim in (96, 192) or not is_general

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineConsumer
 
@@ -38,7 +38,7 @@ from jax_fa.kernels.fragment_keys import (
     own_columns,
     store,
 )
-from jax_fa.kernels.sm90 import bwd_dbias, bwd_instructions
+from jax_fa.kernels.sm90 import bwd_dbias, bwd_instructions, bwd_powers
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardConsumer,
     BackwardContext,
@@ -139,7 +139,10 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
                     zero_fill(variant, c, x.smem.v, used)
             at = first_step(work, parity)
             fetch_bias(variant, True, x, c, work, at)
-            if x.scalars.deterministic != 0:
+            if const_expr(variant.config.is_lean):
+                for _ in cutlass.range(work.num_steps, unroll=1):
+                    q, dout, at = lean_step(variant, x, c, QueryPipes(q, dout), work, at)
+            elif x.scalars.deterministic != 0:
                 for _ in cutlass.range(work.num_steps, unroll=1):
                     q, dout, at = step(variant, True, x, c, QueryPipes(q, dout), work, at)
             else:
@@ -280,6 +283,81 @@ def step(
     warpgroup.wait_group(0)
     q_full.release()
     return Stepped(q, dout, following)
+
+
+@cute.jit
+def lean_step(
+    variant: cutlass.Constexpr,
+    x: BackwardContext,
+    c: BackwardConsumer,
+    pipes: QueryPipes,
+    work: Work,
+    at: Step,
+) -> Stepped:
+    """``step`` where dK and dV leave each thread few registers: ``HopperBackward.is_lean``.
+
+    Beside dK and dV there is room for one accumulator at a time: S, then dP beside P in float16,
+    then dQ once dV has retired, whose operand P is. dK reads dS from shared memory: its first half
+    runs while dQ waits for dV, its second while dQ is reduced. dV runs while consumers meet.
+    """
+    q, dout = pipes.q, pipes.dout
+    used = work.window.q_len - at.q_block * variant.config.block_q
+    q_full = q.wait_and_advance()
+    if const_expr(variant.is_general):
+        if used < variant.config.block_q:
+            zero_fill(variant, c, x.smem.q[None, None, q_full.index], used)
+    fragments.multiply(c.s_mma, c.s, c.k, c.q[None, None, None, q_full.index], False)
+    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
+    warpgroup.wait_group(0)
+    if hides | work.is_partial:
+        # Otherwise what masks compare with is kept over all steps, and up to 48 bytes spill.
+        opaque = c._replace(thread=primitives.opaque(c.thread))
+        mask_block(variant, x, opaque, work, at)
+    halves = cute.make_rmem_tensor_like(c.s, Float16)
+    lse2 = own_columns(c, x.smem.lse2[None, q_full.index])
+    bwd_powers.exponentiate(variant, c.s, lse2, x.scalars.score_log2, halves)
+
+    dout_full = dout.wait_and_advance()
+    dp = c.s_mma.make_fragment_C(c.s.shape)
+    start_dp(variant, x, c, dout_full, used, dp)
+    warpgroup.wait_group(0)
+    p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
+    delta = own_columns(c, x.smem.delta[None, dout_full.index])
+    bwd_powers.differentiate(variant, delta, dp, halves, bwd_powers.Rounded(p, ds))
+    cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, at.parity])
+    dout_rows = c.dout_rows[None, None, None, dout_full.index]
+    fragments.multiply(c.dv_mma, c.dv, as_operand(variant, c.dv_mma, p), dout_rows, True)
+    # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
+    cute.arch.fence_view_async_shared()
+    primitives.meet(variant, "ds")
+
+    ds_keys = halves_of(c.ds_keys[None, None, None, at.parity])
+    q_rows = halves_of(c.q_rows[None, None, None, q_full.index])
+    fragments.multiply(c.dk_mma, c.dk, ds_keys[0], q_rows[0], True)
+    # dV must have retired for dQ to have the registers of P; else ptxas serialises all products.
+    warpgroup.wait_group(1)
+    dout_full.release()
+    dq = c.dq_mma.make_fragment_C(c.dq_mma.partition_shape_C(variant.dq_shape))
+    fragments.multiply(c.dq_mma, dq, c.ds[None, None, None, at.parity], c.k_rows, False)
+    fragments.multiply(c.dk_mma, c.dk, ds_keys[1], q_rows[1], True)
+    warpgroup.wait_group(1)
+    # Decided here, not by a constant: with a loop for each kind of run 40 bytes spilled.
+    if x.scalars.deterministic != 0:
+        primitives.meet(variant, "dq_acquired")
+    add_dq(variant, x, c, PartOfDq(work, at, dq))
+    if x.scalars.deterministic != 0:
+        primitives.arrive(variant, "dq_reduced")
+    following = next_step(variant, x, work, at)
+    warpgroup.wait_group(0)
+    q_full.release()
+    return Stepped(q, dout, following)
+
+
+def halves_of(operand: cute.Tensor) -> list[cute.Tensor]:
+    """The operand of the first half of a product's slabs, and that of the second."""
+    half = cute.size(operand, mode=[2]) // 2
+    by_half = cute.logical_divide(operand, (None, None, half))
+    return [by_half[None, None, (None, i)] for i in range(2)]
 
 
 @cute.jit
@@ -500,12 +578,13 @@ def make_consumer(
     """Fragments of consumer ``index``."""
     key, config, dtype, smem = variant.key, variant.config, variant.dtype, x.smem
     owns_keys, k_major, mn_major = config.splits_keys, OperandMajorMode.K, OperandMajorMode.MN
+    holds_ds = owns_keys and not config.is_lean
     dk_columns, dv_columns = variant.dk_columns, variant.dv_columns
     dq_rows, dq_columns = variant.dq_shape
-    a_major = k_major if owns_keys else mn_major
+    p_major, ds_major = (k_major if holds else mn_major for holds in (owns_keys, holds_ds))
     s_mma = fragments.make_mma(dtype, variant.s_columns, k_major, a_in_registers=False)
-    dk_mma = fragments.make_mma(dtype, dk_columns, mn_major, owns_keys, a_major)
-    dv_mma = fragments.make_mma(dtype, dv_columns, mn_major, owns_keys, a_major)
+    dk_mma = fragments.make_mma(dtype, dk_columns, mn_major, holds_ds, ds_major)
+    dv_mma = fragments.make_mma(dtype, dv_columns, mn_major, owns_keys, p_major)
     dq_mma = fragments.make_mma(dtype, dq_columns, mn_major, a_in_registers=False)
     s, dk, dv, dq = (mma.get_slice(0) for mma in (s_mma, dk_mma, dv_mma, dq_mma))
     zero = Int32(0)
@@ -526,7 +605,12 @@ def make_consumer(
         primitives.transposed(cute.local_tile(tile, (variant.s_columns, WGMMA_ROWS), own_part))
         for tile in (smem.ds, smem.p)
     )
-    ds_keys, p_keys = (primitives.transposed(tile) for tile in (smem.ds, smem.p))
+    ds_keys, p_keys = (
+        primitives.transposed(
+            cute.local_tile(tile, (config.block_q, WGMMA_ROWS), (0, own_keys, None))
+        )
+        for tile in (smem.ds, smem.p)
+    )
     store = cute.make_tiled_copy_C(
         cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4), dtype), s_mma
     ).get_slice(thread)
@@ -546,7 +630,7 @@ def make_consumer(
         store=store,
         ds_target=store.partition_D(own_ds),
         p_target=store.partition_D(own_p),
-        ds_keys=None if owns_keys else dk_mma.make_fragment_A(dk.partition_A(ds_keys)),
+        ds_keys=None if holds_ds else dk_mma.make_fragment_A(dk.partition_A(ds_keys)),
         p_keys=None if owns_keys else dv_mma.make_fragment_A(dv.partition_A(p_keys)),
         s=s_mma.make_fragment_C(s_mma.partition_shape_C((WGMMA_ROWS, variant.s_columns))),
         bias=cute.make_rmem_tensor((variant.s_columns // 2,), Int32) if key.has_bias else None,

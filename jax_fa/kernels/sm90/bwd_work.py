@@ -166,7 +166,7 @@ class BackwardConsumer(NamedTuple):
     """
 
     s_mma: cute.TiledMma  # 64 keys x block_q, both operands in smem
-    dk_mma: cute.TiledMma  # 64 keys x D, A in registers
+    dk_mma: cute.TiledMma  # 64 keys x D, A in registers unless HopperBackward.is_lean
     dv_mma: cute.TiledMma  # 64 keys x Dv, A in registers
     dq_mma: cute.TiledMma
     k: cute.Tensor  # A of S
@@ -180,7 +180,7 @@ class BackwardConsumer(NamedTuple):
     store: cute.TiledCopy  # of P or dS to smem
     ds_target: cute.Tensor  # where dS goes
     p_target: cute.Tensor  # where P goes if consumers own columns
-    ds_keys: cute.Tensor  # A of dK if consumers own columns
+    ds_keys: cute.Tensor  # A of dK if it is in smem
     p_keys: cute.Tensor  # A of dV if consumers own columns
     s: cute.Tensor  # accumulator of 64 x block_q
     dk: cute.Tensor  # accumulator of 64 x D

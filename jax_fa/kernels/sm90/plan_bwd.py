@@ -3,7 +3,8 @@
 One warp loads with TMA. Two warpgroups own 64 keys each and keep their dK and dV in registers while
 they sweep the queries. Scores are computed transposed, keys by queries, so that P and dS are left
 in the accumulators in the order that dV += P^T dO and dK += dS^T Q need for their A operand; only
-dQ = dS K, which sums over the keys of all consumers, needs dS in shared memory.
+dQ = dS K, which sums over the keys of all consumers, needs dS in shared memory. Where registers are
+scarce (``HopperBackward.is_lean``), dK reads it there as well.
 
 Where dK and dV of 64 keys do not fit the registers of one warpgroup
 (``HopperBackward.splits_keys`` is False), the consumers work on the same 64 keys and divide the
@@ -30,7 +31,8 @@ STAT_BYTES = 4
 SUM_BYTES = 4
 DS_STAGES = 2
 """Passing the barrier ``ds`` of one step means that every consumer's dQ of the step before has
-retired, so with two buffers dS may be written without a further wait."""
+retired, so with two buffers dS may be written without a further wait. No other consumer's dK reads
+it."""
 
 
 def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
