@@ -331,6 +331,22 @@ def hopper_backward(key: KernelKey, config: HopperBackward) -> tuple[Access, ...
             lambda lane: Element(lane % 4 * 2, 0),
         ),
         *(staged if config.stages_dq != "never" else ()),
+        *(_chunk_of_bias(config) if config.bias_stages else ()),
+    )
+
+
+def _chunk_of_bias(config: HopperBackward) -> Iterator[Access]:
+    """A chunk has 128 bytes of each query: 64 keys of 16 bits, or 32 in float32."""
+    chunk = _tile(config.block_q, 64)
+    yield from _by_units("bias", chunk, "")
+    yield Access("consume, bias, 16 bits", "ldmatrix.x4.trans", 16, chunk, _matrices_transposed)
+    # A float32 has two columns: lane l has key l / 4 of the queries that are its columns.
+    yield Access(
+        "consume, bias and dS, float32",
+        "ld/st.shared",
+        4,
+        chunk,
+        lambda lane: Element(lane % 4 * 2, lane // 4 * 2),
     )
 
 

@@ -51,14 +51,22 @@ def load_columns(
 
 @cute.jit
 def add_columns(acc: cute.Tensor, words: cute.Tensor, bias: Bias, dtype: cutlass.Constexpr) -> None:
-    """Replaces each score by ``scale`` times it plus what ``load_columns`` loaded, capped."""
+    """Does ``add_uncapped`` and applies the cap."""
+    add_uncapped(acc, words, bias, dtype)
+    biases.cap(bias, acc)
+
+
+@cute.jit
+def add_uncapped(
+    acc: cute.Tensor, words: cute.Tensor, bias: Bias, dtype: cutlass.Constexpr
+) -> None:
+    """Replaces each score by ``scale`` times it plus what ``load_columns`` loaded."""
     if bias.size_bytes == 2:
         for i in cutlass.range_constexpr(cute.size(acc)):
             element = primitives.widen(words[i], dtype)[0]
             acc[i] = acc[i] * bias.scale + element
     else:
         add_words(acc, words, bias)
-    biases.cap(bias, acc)
 
 
 @cute.jit

@@ -26,6 +26,7 @@ class HopperForward:
         q_in_registers: whether the query operand is in registers, not in shared memory.
         packs_heads: whether query heads of a group share tiles if that saves tiles (``Packing``).
         branches_steps: whether, with a general mask, a step is compiled with and without masking.
+        bias_stages: depth of the ring of chunks of a bias; 0 without one.
     """
 
     block_kv: int
@@ -37,6 +38,7 @@ class HopperForward:
     q_in_registers: bool = False
     packs_heads: bool = False
     branches_steps: bool = False
+    bias_stages: int = 0
 
     @property
     def block_q(self) -> int:
@@ -97,15 +99,13 @@ def hopper_forward(key: KernelKey) -> HopperForward:
 
 
 def _forward_with_bias(key: KernelKey) -> HopperForward:
-    """The forward configuration where a thread holds the bias of a block beside its scores.
-
-    Blocks have as many keys as leave room for float32 words of bias without spills (DSL 4.8.1).
-    """
-    block_kv = {64: 96, 96: 80, 128: 80, 192: 80, 256: 48}[key.head_dim]
+    """The forward configuration with a bias, of which shared memory holds some chunks."""
+    block_kv = 128 if key.head_dim == 64 else 64  # 128 keys spill at D = 96 and 128 (DSL 4.8.1).
     return HopperForward(
         block_kv,
         num_consumers=2,
         is_persistent=key.head_dim <= 192,
         consumer_registers=232,
         producer_registers=40,
+        bias_stages={64: 8, 96: 4, 128: 4, 192: 2, 256: 2}[key.head_dim],
     )

@@ -26,7 +26,6 @@ class HopperBackward:
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         overlaps_dp: whether dP is computed alongside S; else after P has replaced S in registers.
-        looks_ahead: whether the bias, if any, is loaded during the products of the previous step.
         stages_dq: when dQ goes through shared memory, from which TMA adds it; else it is added from
             registers. "turns" means in deterministic runs only.
         issues_dv_early: whether dV is issued before the barrier of dS, to run while consumers wait
@@ -38,6 +37,9 @@ class HopperBackward:
         is_lean: whether dK and dV leave room for one more accumulator at a time. S, dP and dQ then
             take turns, P waits for dP in float16, and dK reads dS from shared memory. Consumers own
             keys; dQ is not staged, and dV early; there is no cap and no bias.
+        bias_stages: depth of the ring of chunks of a bias, each of which holds 16-bit elements of
+            all keys of a step or float32 ones of half of them; 0 without a bias, or where shared
+            memory has no room.
     """
 
     block_q: int
@@ -48,17 +50,30 @@ class HopperBackward:
     consumer_registers: int = 240
     producer_registers: int = 24
     overlaps_dp: bool = True
-    looks_ahead: bool = False
     stages_dq: Literal["never", "turns", "always"] = "never"
     issues_dv_early: bool = False
     rounds_slope: bool = False
     loads_statistics: bool = False
     is_lean: bool = False
+    bias_stages: int = 0
 
     @property
     def block_kv(self) -> int:
         """Keys of one tile."""
         return 64 * self.num_consumers if self.splits_keys else 64
+
+    @property
+    def bias_chunks(self) -> int:
+        """Chunks of a stage of the bias: one for every 64 keys."""
+        return self.block_kv // 64
+
+    @property
+    def keeps_floats(self) -> bool:
+        """Whether dS in float32 takes the place of the bias in the ring, for TMA to store it.
+
+        That of one step does while the ring has room for the bias of the next.
+        """
+        return self.bias_stages >= 4
 
     @property
     def splits_dq_rows(self) -> bool:
@@ -74,15 +89,15 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
     """
     if key.head_dim <= 64:
         # 526 and 507 (dV after dQ -4 %; with dQ staged -1 %; with statistics loaded early, which
-        # spills, -10 %). With a bias, S, dP and words of bias fit in registers for 64 rows.
+        # spills, -10 %). With a bias, 128 rows spill 200 bytes, without overlap 56.
         block_q = 64 if key.has_bias else 128
         return HopperBackward(
             block_q,
             overlaps_dp=not key.has_soft_cap,
-            looks_ahead=key.has_bias,
             stages_dq="turns",
             issues_dv_early=True,
             rounds_slope=key.has_soft_cap,
+            bias_stages=_bias_stages(key),
         )
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
     if key.head_dim == 192 and not (key.has_soft_cap or key.has_bias):
@@ -96,16 +111,29 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
     # With a general mask, D = 128 spills 40 bytes with dQ staged, 104 with statistics loaded early.
     has_room = key.head_dim in (96, 192) or not is_general
     stages_dq: Literal["never", "turns", "always"] = "never"
-    if splits_keys and not (key.head_dim == 128 and key.has_bias):
-        stages_dq = "always" if has_room else "turns"
-    # With a bias and a slope in float32, D = 128 spills 16 bytes.
+    bias_stages = _bias_stages(key)
+    if splits_keys and not (key.head_dim == 128 and key.has_bias and not bias_stages):
+        stages_dq = "always" if has_room or bias_stages else "turns"
+    # With a bias and a slope in float32, D = 128 spills 72 bytes; with dS kept in the ring, 16.
     rounds_slope = key.has_soft_cap or (key.head_dim == 128 and key.has_bias)
     return HopperBackward(
         block_q=64,
         splits_keys=splits_keys,
-        overlaps_dp=not (key.has_soft_cap or key.has_bias),
+        # With a bias, D = 96 spills 64 bytes and D = 128 spills 112 where both products overlap.
+        overlaps_dp=not (key.has_soft_cap or (key.has_bias and key.head_dim != 192)),
         stages_dq=stages_dq,
-        issues_dv_early=key.head_dim == 128 and has_room,
+        issues_dv_early=key.head_dim == 128 and (has_room or bias_stages > 0),
         rounds_slope=rounds_slope,
         loads_statistics=has_room,
+        bias_stages=bias_stages,
     )
+
+
+def _bias_stages(key: KernelKey) -> int:
+    """``HopperBackward.bias_stages`` for ``key``.
+
+    Shared memory of D = 256 has no room for a ring. D = 128 spills 16 bytes in float16 with one.
+    """
+    if not key.has_bias or (key.head_dim, key.dtype) == (128, "float16"):
+        return 0
+    return {128: 2, 256: 0}.get(key.head_dim, 4)

@@ -603,6 +603,14 @@ CASES: tuple[Case, ...] = (
     _self("bias_and_mask", 150, bias=Bias(dims="TS"), dense=Dense("random", "NTS")),
     Case("bias_of_one_query", q_len=1, kv_len=1100, kv_heads=1, bias=Bias()),
     Case("bias_and_everything", bias=Bias("holes", "BNTS"), **_EVERYTHING),
+    # Biases whose rows are multiples of 16 bytes apart: TMA reads them.
+    *(
+        Case(f"bias_tiles_of_{dims}", 2, 200, 264, bias=Bias("holes", dims), **_GQA)
+        for dims in ("TS", "NTS", "BNTS", "BS")
+    ),
+    _self("bias_tiles_float32", 264, bias=Bias("holes", is_float32=True)),
+    _self("bias_tiles_soft_cap", 264, soft_cap=3.0, bias=Bias("holes"), magnitude=2.0),
+    _self("bias_tiles_window", 392, window=(40, 10), bias=Bias(is_float32=True)),
     # Biases with an element for each pair, whose gradient Hopper's backward writes.
     Case("whole_bias_of_one_key", q_len=257, kv_len=1, bias=Bias()),
     Case("whole_bias_of_one_pair", batch=2, q_len=1, kv_len=1, bias=Bias(dims="BN")),

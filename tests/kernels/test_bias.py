@@ -254,6 +254,8 @@ def check(results: Any, given: Given, dtype: str = "bfloat16") -> None:
 
 
 MANY = {"batch": 2, "q_len": 150, "kv_len": 270, "heads": 4, "kv_heads": 2}
+EVEN = MANY | {"kv_len": 272}
+"""Keys of which TMA can read a bias: its rows are multiples of 16 bytes apart."""
 EVERYTHING: dict[str, Any] = {
     "q_lengths": (150, 77),
     "kv_lengths": (100, 270),
@@ -279,9 +281,20 @@ CASES = (
     Biased(Case("cap", soft_cap=2.0, window=(40, 3), **MANY), "NTS", hides=2),
     Biased(Case("band", window=(10, 0), q_len=70, kv_len=133), dtype="float32"),
     Biased(Case("band", window=(10, 0), q_len=70, kv_len=133, heads=1, kv_heads=1)),
+    Biased(Case("by_tma", is_causal=True, **EVEN), "NTS", "float32"),
+    Biased(Case("cap_by_tma", soft_cap=2.0, **EVEN), "BTS", "float32", hides=2),
     Biased(Case("hidden_cap", soft_cap=2.0, **MANY), hides=2),
     Biased(Case("everything_whole", **EVERYTHING)),
     Biased(Case("everything", **EVERYTHING), "TS"),
+    Biased(Case("even", **EVEN)),
+    Biased(Case("even", **EVEN), dtype="float32"),
+    Biased(Case("even_hidden", q_len=200, kv_len=136, heads=2), hides=5),
+    Biased(Case("even_floats", q_len=70, kv_len=132), "BNTS", "float32", 5),
+    Biased(Case("even_keys", **EVEN), "BS"),
+    Biased(Case("even_keys", **EVEN), "NS", "float32"),
+    Biased(Case("even_shared", soft_cap=2.0, window=(40, 3), **EVEN), "TS", hides=2),
+    Biased(Case("even_everything", **EVERYTHING | {"kv_len": 272})),
+    Biased(Case("even_everything", **EVERYTHING | {"kv_len": 272}), "BNTS", "float32"),
 )
 
 
@@ -324,14 +337,28 @@ def test_deterministic_runs_write_the_gradient_of_the_bias_too(kernels, biased):
     np.testing.assert_array_equal(np.float32(results["dbias"]), np.float32(other))
 
 
+@pytest.mark.parametrize("kv_len", [270, 272], ids=["by_loads", "by_tma"])
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+def test_forwards_of_larger_heads_read_the_bias(kernels, head_dim, kv_len):
+    """Their rings hold fewer chunks."""
+    value_dim = min(head_dim, 128) if head_dim == 192 else head_dim
+    key = dataclasses.replace(KEY, head_dim=head_dim, value_dim=value_dim)
+    sizes = {"q_len": 150, "kv_len": kv_len, "head_dim": head_dim, "value_dim": value_dim}
+    for dtype in (None, "float32"):
+        given = given_of(Biased(Case("larger", **sizes), dtype=dtype))
+        check(call(kernels("fwd", key), "fwd", given), given)
+
+
 @pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
 def test_kernels_of_larger_heads_write_the_gradient_of_the_bias(kernels, head_dim):
     value_dim = min(head_dim, 128) if head_dim == 192 else head_dim
     key = dataclasses.replace(KEY, head_dim=head_dim, value_dim=value_dim)
-    sizes = {"q_len": 70, "kv_len": 133, "head_dim": head_dim, "value_dim": value_dim}
-    for dtype in (None, "float32"):
-        given = given_of(Biased(Case("larger", window=(10, 0), **sizes), dtype=dtype))
-        check(call(kernels("bwd", key), "bwd", given), given)
+    sizes = {"head_dim": head_dim, "value_dim": value_dim}
+    for kv_len in (133, 136):
+        for dtype in (None, "float32"):
+            case = Case("larger", q_len=70, kv_len=kv_len, window=(10, 0), **sizes)
+            given = given_of(Biased(case, dtype=dtype))
+            check(call(kernels("bwd", key), "bwd", given), given)
 
 
 def test_a_gradient_that_is_not_asked_for_is_not_written(kernels):
@@ -353,6 +380,10 @@ CAPPED = Biased(Case("capped", soft_cap=2.0, **SMALLER), hides=3)
 LEAST = Biased(Case("least", **SMALLER), "BNTS", "float32", 5, float(np.finfo("float32").min))
 USED = Biased(Case("used", q_lengths=(150, 77), kv_lengths=(100, 134), **SMALLER))
 ODD = Biased(Case("odd", q_len=70, kv_len=133))
+READ_BY_TMA = Case("staged", q_len=150, kv_len=136, heads=2, kv_heads=1)
+STAGED = Biased(READ_BY_TMA)
+STAGED_FLOATS = Biased(READ_BY_TMA, "BNTS", "float32")
+STAGED_ROW = Biased(READ_BY_TMA, "NS")
 BAND = Biased(Case("band", window=(10, 0), q_len=70, kv_len=133))
 SEGMENTED = Biased(
     Case("segmented", 1, 150, 270, segments=(documents(70, 80), documents(120, 140, -10)))
@@ -392,14 +423,52 @@ def rows_are_one_further(kernels):
 
 
 def keys_are_two_further(kernels):
-    """The pair to the right, or the second key."""
-    rows, columns = kernels.fragment_bias.load_rows, kernels.fragment_bias_columns.load_columns
+    """The second key to the right."""
+    right, columns = kernels.bias.key_of, kernels.fragment_bias_columns.load_columns
     return {
-        "fragment_bias.load_rows": lambda w, b, r, key, n: rows(w, b, r, key + 2, n),
+        "bias.key_of": lambda bias, key: right(bias, key + 2),
         "fragment_bias_columns.load_columns": lambda w, b, h, row, key: columns(
             w, b, h, row, key + 2
         ),
     }
+
+
+def chunks_are_counted_from_one(kernels):
+    """Of each block the second chunk is taken for the first."""
+    right = kernels.fwd_bias_roles.state_at
+    return {"fwd_bias_roles.state_at": lambda ring, number: right(ring, number + 1)}
+
+
+def rows_of_a_chunk_are_one_further(kernels):
+    """The row below, and its swizzle."""
+    right = kernels.fwd_bias_roles.of_thread
+
+    def wrong(x, c, stage):
+        return right(x, c._replace(thread=c.thread + 4), stage)
+
+    return {"fwd_bias_roles.of_thread": wrong}
+
+
+def chunks_are_not_swizzled(kernels):
+    """Columns lie where they would without a swizzle."""
+    right = kernels.fwd_bias_roles.of_thread
+
+    def wrong(x, c, stage):
+        chunk = right(x, c, stage)
+        return chunk._replace(start=chunk.start // 32 * 32)
+
+    return {"fwd_bias_roles.of_thread": wrong}
+
+
+def chunks_are_of_the_first_head(kernels):
+    """TMA reads another head."""
+    right = kernels.fwd_bias_roles.copy_chunk
+
+    def wrong(variant, x, work, number, slot):
+        tile = work.tile._replace(head=work.tile.head * 0)
+        right(variant, x, work._replace(tile=tile), number, slot)
+
+    return {"fwd_bias_roles.copy_chunk": wrong}
 
 
 def rows_lie_closer(kernels):
@@ -578,11 +647,80 @@ def the_end_is_not_cleared(kernels):
     return {"bwd_dbias.clear_kernel": lambda address, size: right(address, size // 16 * 16)}
 
 
+def chunks_lie_in_each_others_place(kernels):
+    """The first keys of a tile have the bias of the last."""
+    right = kernels.bwd_bias.chunk_of
+    return {"bwd_bias.chunk_of": lambda variant, c, stage: right(variant, c, stage) ^ 1}
+
+
+def halves_of_a_chunk_change_places(kernels):
+    """The second stage of a step in float32 is read as the first."""
+    right = kernels.bwd_bias.first_stage
+    return {"bwd_bias.first_stage": lambda variant, at: right(variant, at) ^ 1}
+
+
+def the_ring_stands_still(kernels):
+    """Every step reads what the first one did."""
+    return {"bwd_bias.first_stage": lambda variant, at: at.parity * 0}
+
+
+def a_swizzle_is_off_by_one(kernels):
+    """The units of a row are those of the next."""
+    right = kernels.bwd_bias.place_of_float
+    unit = kernels.bwd_bias.UNIT_WORDS
+    return {"bwd_bias.place_of_float": lambda start, i: right(start ^ unit, i)}
+
+
+def every_bias_is_staged(kernels):
+    """TMA reads rows where there are none."""
+    return {"bias_chunks.is_staged": lambda bias: bias.keys > 1}
+
+
+def one_row_stands_for_none(kernels):
+    """A bias of one row has a stride over rows."""
+    right = kernels.bias_chunks.describe
+
+    def wrong(bias, *rest, **further):
+        return right(bias._replace(rows=bias.rows + 1), *rest, **further)
+
+    return {"bias_chunks.describe": wrong}
+
+
+def the_step_is_the_one_before(kernels):
+    """Loads begin with the second step."""
+    right = kernels.bwd_bias.first_step
+
+    def wrong(work, parity):
+        return right(work, parity)._replace(q_block=right(work, parity).q_block + work.stride)
+
+    return {"bwd_bias.first_step": wrong}
+
+
+def dbias_is_stored_before_it_is_written(kernels):
+    """The parity is that of the other buffer."""
+    right = kernels.bwd_dbias._store_halves
+
+    def wrong(variant, x, work, at):
+        right(variant, x, work, at._replace(parity=1 - at.parity))
+
+    return {"bwd_dbias._store_halves": wrong}
+
+
+def dbias_in_float32_is_the_bias(kernels):
+    """dS is not put in its place."""
+    return {"bwd_bias.keep_floats": lambda *_: None}
+
+
 FAULTS = [
     ("fwd", PLAIN, every_head_is_the_first),
     ("fwd", PLAIN, batches_are_a_head_apart),
     ("fwd", PLAIN, rows_are_one_further),
-    ("fwd", PLAIN, keys_are_two_further),
+    ("fwd", ODD, keys_are_two_further),
+    ("fwd", STAGED, chunks_are_counted_from_one),
+    ("fwd", STAGED, rows_of_a_chunk_are_one_further),
+    ("fwd", STAGED_FLOATS, chunks_are_not_swizzled),
+    ("fwd", STAGED_ROW, one_row_stands_for_none),
+    ("fwd", STAGED, chunks_are_of_the_first_head),
     ("fwd", PLAIN, rows_lie_closer),
     ("fwd", ODD, nothing_is_clamped),
     ("fwd", CAPPED, a_cap_shows_what_is_hidden),
@@ -604,6 +742,16 @@ FAULTS = [
     ("bwd", USED, lengths_leave_nothing_out),
     ("bwd", SEGMENTED, segments_leave_nothing_out),
     ("bwd", MASKED, masks_leave_nothing_out),
+    ("bwd", STAGED, chunks_lie_in_each_others_place),
+    ("bwd", STAGED, the_step_is_the_one_before),
+    ("bwd", STAGED, rows_lie_closer),
+    ("bwd", STAGED, dbias_is_stored_before_it_is_written),
+    ("bwd", STAGED_FLOATS, halves_of_a_chunk_change_places),
+    ("bwd", STAGED_FLOATS, the_ring_stands_still),
+    ("bwd", STAGED_FLOATS, a_swizzle_is_off_by_one),
+    ("bwd", STAGED_FLOATS, dbias_in_float32_is_the_bias),
+    ("bwd", STAGED_ROW, one_row_stands_for_none),
+    ("bwd", ODD, every_bias_is_staged),
     ("dbias", HUGE, probabilities_are_unbounded),
     ("dbias", PLAIN, every_head_is_the_first),
     ("dbias", SHARED, one_pair_stands_for_all),
@@ -625,9 +773,9 @@ def test_kernels_without_a_fault_are_right(kernels, operation, biased):
 
 def kernel_modules():
     """Modules of the kernels, by their last names."""
-    names = ["bias", "softmax", "fragment_bias", "fragment_softmax", "fragment_bias_columns"]
+    names = ["bias", "softmax", "fragment_softmax", "fragment_bias_columns"]
     names += ["dbias_host", "dbias_rows", "dbias_work", "backward_rows", "sm90.dbias_roles"]
-    names += ["sm90.bwd_dbias", "tiles"]
+    names += ["sm90.bwd_dbias", "sm90.bwd_bias", "sm90.bias_chunks", "sm90.fwd_bias_roles", "tiles"]
     found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
     return SimpleNamespace(**found)
 

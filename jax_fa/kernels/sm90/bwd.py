@@ -4,6 +4,8 @@
     main   load        k  v  q(n)  do(n)  q(n-1)  do(n-1) ...
            consume i   S dP(n)  P dS |barrier| dQ dV dK(n)  dQ sums += | S dP(n-1)  P dS | ...
            consume j   the same for 64 other keys
+           load_bias   bias(n)  bias(n-1) ...     where there is one: bwd_bias.py
+           store_dbias           |barrier| dbias(n) ...        the same: bwd_dbias.py
            hold_dq_semaphore  in deterministic runs, orders the additions to the sums or makes them
     finish             dQ sums -> dq; dsinks; parts of dK, dV -> dk, dv      (backward_rows.py)
 
@@ -15,6 +17,7 @@ and memory: ``plan_bwd.py``; conventions: ``jax_fa/spec/problem.py``.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -30,7 +33,7 @@ from jax_fa.kernels.backward_host import (
 )
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
-from jax_fa.kernels.sm90 import bwd_dbias
+from jax_fa.kernels.sm90 import bias_chunks, bwd_bias, bwd_dbias
 from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore, load
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardContext,
@@ -53,6 +56,8 @@ def kernel(
     scratch: Scratch,
     scalars: Scalars,
     order: tiles.Order,
+    bias: Any,
+    dbias: Any,
 ):
     """Device entry: shared memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
@@ -61,6 +66,7 @@ def kernel(
     p_elements = 0 if config.splits_keys else cute.cosize(layouts.ds)
     dq_layout = cute.make_layout((FLOATS, variant.dq_fours, config.num_consumers))
     dq_elements = cute.cosize(dq_layout) if config.stages_dq != "never" else 0
+    bias_halves = cute.cosize(layouts.bias) if config.bias_stages else 0
 
     @cute.struct
     class Storage:
@@ -68,6 +74,7 @@ def kernel(
         v_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("v").stages]
         q_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("q").stages]
         dout_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("dout").stages]
+        bias_barriers: cute.struct.MemRange[Int64, 2 * config.bias_stages]
         found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
         lse2: cute.struct.Align[
             cute.struct.MemRange[Float32, config.block_q * config.q_stages], 128
@@ -75,6 +82,7 @@ def kernel(
         delta: cute.struct.Align[
             cute.struct.MemRange[Float32, config.block_q * config.dout_stages], 128
         ]
+        bias: cute.struct.Align[cute.struct.MemRange[dtype, bias_halves], 1024]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
@@ -86,11 +94,16 @@ def kernel(
     storage = SmemAllocator().allocate(Storage)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
-        primitives.prefetch_descriptors(tma)
+        primitives.prefetch_descriptors((*tma, *(x.atom for x in (bias, dbias) if x)))
     k_in, k_out = edges.make_edge(plan, "k", storage.k_barriers.data_ptr())
     v_in, v_out = edges.make_edge(plan, "v", storage.v_barriers.data_ptr())
     q_in, q_out = edges.make_edge(plan, "q", storage.q_barriers.data_ptr())
     dout_in, dout_out = edges.make_edge(plan, "dout", storage.dout_barriers.data_ptr())
+    bias_in, bias_out, bias_read = None, None, None
+    if const_expr(bias_halves > 0):
+        ring = edges.make_ring(plan, plan.edge("bias"), storage.bias_barriers.data_ptr())
+        bias_in, bias_out = ring.make_participants()
+        bias_read = ring.make_consumer()
     smem = BackwardSmem(
         k=primitives.smem_tensor(storage.k, layouts.k),
         v=primitives.smem_tensor(storage.v, layouts.v),
@@ -101,6 +114,7 @@ def kernel(
         lse2=storage.lse2.get_tensor(cute.make_layout((config.block_q, config.q_stages))),
         delta=storage.delta.get_tensor(cute.make_layout((config.block_q, config.dout_stages))),
         dq=storage.dq.get_tensor(dq_layout) if dq_elements else None,
+        bias=primitives.smem_tensor(storage.bias, layouts.bias) if bias_halves else None,
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     if const_expr(variant.is_general):
@@ -108,7 +122,7 @@ def kernel(
             segments.reset(smem.found)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-    x = BackwardContext(tma, arrays, scratch, scalars, order, smem)
+    x = BackwardContext(tma, arrays, scratch, scalars, order, smem, bias, dbias)
     if const_expr(variant.is_general):
         if dense_mask.narrows(scalars):
             narrow_rows(variant, x)
@@ -116,12 +130,17 @@ def kernel(
     if warp < plan.role("consume").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
         if warp == 0:
-            load(variant, x, BackwardPipes(k_in, v_in, q_in, dout_in))
+            load(variant, x, BackwardPipes(k_in, v_in, q_in, dout_in, None))
         if (warp == 1) & (scalars.deterministic != 0):
             hold_dq_semaphore(variant, x)
+        if const_expr(bias_halves > 0):
+            if warp == plan.role("load_bias").warps.start:
+                bwd_bias.load(variant, x, bias_in)
+            elif warp == plan.role("store_dbias").warps.start:
+                bwd_dbias.store_tiles(variant, x, bias_read)
     else:
         cute.arch.setmaxregister_increase(plan.role("consume").registers)
-        consume(variant, x, BackwardPipes(k_out, v_out, q_out, dout_out))
+        consume(variant, x, BackwardPipes(k_out, v_out, q_out, dout_out, bias_out))
 
 
 def make_entry(key: KernelKey, config: HopperBackward) -> Callable:
@@ -135,9 +154,15 @@ def launch(variant: cutlass.Constexpr, call: BackwardCall):
     if const_expr(variant.key.has_bias):
         call = call._replace(scalars=call.scalars._replace(dbias=call.dbias))
         bwd_dbias.clear(call)
-    tma, arrays = backward_arrays(variant, call, make_layouts(variant))
+    layouts = make_layouts(variant)
+    tma, arrays = backward_arrays(variant, call, layouts)
     order, num_ctas = backward_order(variant, call)
-    kernel(variant, tma, arrays, call.scratch, call.scalars, order).launch(
+    bias, dbias = None, None
+    if const_expr(variant.config.bias_stages > 0):
+        chunk = cute.slice_(layouts.bias, (None, None, 0))
+        bias = bias_chunks.describe(call.scalars.bias, call.queries.length, chunk)
+        dbias = bwd_dbias.describe(call.scalars, call.queries.length, chunk)
+    kernel(variant, tma, arrays, call.scratch, call.scalars, order, bias, dbias).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
         stream=call.stream,

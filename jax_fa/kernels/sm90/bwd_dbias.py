@@ -11,16 +11,28 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int16, Int32, Int64, const_expr
+from cutlass.pipeline import PipelineConsumer
 
 from jax_fa.kernels import bias as biases
-from jax_fa.kernels import dense_mask, fragments, primitives, tiles
+from jax_fa.kernels import dense_mask, fragments, loads, primitives, tiles
 from jax_fa.kernels.backward_host import BackwardCall
 from jax_fa.kernels.backward_rows import VECTOR_BYTES, vector_at
-from jax_fa.kernels.backward_work import Scalars, Step, Work
+from jax_fa.kernels.backward_work import (
+    Scalars,
+    Step,
+    Work,
+    first_step,
+    next_step,
+    tile_at,
+    work_on,
+)
 from jax_fa.kernels.bias import Bias
+from jax_fa.kernels.sm90 import bias_chunks, bwd_bias
+from jax_fa.kernels.sm90.bwd_bias import FLOAT_STAGES
 from jax_fa.spec.band import UNBOUNDED
 
+FLOAT_BYTES = 4
 CLEAR_THREADS = 256
 CLEAR_CTAS = 8
 """The maximum per multiprocessor."""
@@ -48,15 +60,102 @@ def _store(
     variant: cutlass.Constexpr, x: Any, c: Any, work: Work, at: Step, ds: cute.Tensor
 ) -> None:
     if tiles.is_present(x.scalars.dbias):
-        dbias, config = of_call(x), variant.config
-        head = biases.address_of(dbias, biases.row_of(dbias, work.tile.batch, at.head, Int32(0)))
-        first_row = at.q_block * config.block_q + c.first_query + fragments.first_column(c.thread)
-        first_key = work.tile.block * config.block_kv + c.first_key
-        first_key = first_key + fragments.row_in_tile(c.thread)
-        if dbias.size_bytes == 2:
-            store_columns(variant.dtype, dbias, head, first_row, first_key, ds)
-        else:
-            store_columns(Float32, dbias, head, first_row, first_key, ds)
+        config, bias = variant.config, x.scalars.bias
+        if const_expr(config.bias_stages == 0):
+            _store_elements(variant, x, c, work, at, ds)
+        elif const_expr(not config.keeps_floats):
+            if (bias.size_bytes == FLOAT_BYTES) | ~bias_chunks.is_staged(bias):
+                _store_elements(variant, x, c, work, at, ds)
+        elif ~bias_chunks.is_staged(bias):
+            _store_elements(variant, x, c, work, at, ds)
+        elif bias.size_bytes == FLOAT_BYTES:
+            bwd_bias.keep_floats(variant, x, c, at, ds)
+
+
+@cute.jit
+def _store_elements(
+    variant: cutlass.Constexpr, x: Any, c: Any, work: Work, at: Step, ds: cute.Tensor
+) -> None:
+    dbias, config = of_call(x), variant.config
+    head = biases.address_of(dbias, biases.row_of(dbias, work.tile.batch, at.head, Int32(0)))
+    first_row = at.q_block * config.block_q + c.first_query + fragments.first_column(c.thread)
+    first_key = work.tile.block * config.block_kv + c.first_key
+    first_key = first_key + fragments.row_in_tile(c.thread)
+    if dbias.size_bytes == 2:
+        store_columns(variant.dtype, dbias, head, first_row, first_key, ds)
+    else:
+        store_columns(Float32, dbias, head, first_row, first_key, ds)
+
+
+@cute.jit
+def describe(
+    scalars: Scalars, num_rows: Int32, chunk: cutlass.Constexpr[cute.ComposedLayout]
+) -> primitives.TmaArray:
+    """Describes the gradient to TMA, as ``bias_chunks.describe`` does the bias."""
+    bias = scalars.bias
+    # A null pointer has no descriptor. That of the bias then stands for it, unused.
+    address = bias.array.toint()
+    if tiles.is_present(scalars.dbias):
+        address = scalars.dbias.toint()
+    array = cute.make_ptr(Int16, address, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
+    return bias_chunks.describe(bias._replace(array=array), num_rows, chunk, stores=True)
+
+
+@cute.jit
+def store_tiles(variant: cutlass.Constexpr, x: Any, chunks: PipelineConsumer) -> None:
+    """Writes dS of each step from shared memory, if TMA can. One warp, which meets at "ds".
+
+    With 16 bits it is that of dQ; in float32 it lies where the bias was, or consumers write it.
+    """
+    bias, parity = x.scalars.bias, Int32(0)
+    tile = tile_at(variant, x, Int32(0))
+    while tile.is_valid:
+        work = work_on(variant, x, tile)
+        at = first_step(work, parity)
+        for _ in cutlass.range(work.num_steps, unroll=1):
+            primitives.meet(variant, "ds")
+            if bias_chunks.is_staged(bias):
+                if tiles.is_present(x.scalars.dbias):
+                    if bias.size_bytes == 2:
+                        _store_halves(variant, x, work, at)
+                    elif const_expr(variant.config.keeps_floats):
+                        _store_floats(variant, x, work, at)
+                    # HAZARD: dS is overwritten after the next barrier, or once it is released.
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                for _ in cutlass.range(bias.size_bytes // 2, unroll=1):
+                    stage = chunks.wait_and_advance()
+                    stage.release()
+            at = next_step(variant, x, work, at)
+        parity = at.parity
+        tile = tile_at(variant, x, tile.slot + 1)
+    # HAZARD: the CTA, and with it its shared memory, must outlast these stores.
+    cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def _store_halves(variant: cutlass.Constexpr, x: Any, work: Work, at: Step) -> None:
+    config = variant.config
+    rows = loads.Rows(at.q_block * config.block_q, at.head, work.tile.batch)
+    ds = cute.local_tile(x.smem.ds, (config.block_q, bias_chunks.HALVES), (0, None, None))
+    source, target = bias_chunks.views(x.dbias, ds, x.scalars.bias, rows)
+    for i in cutlass.range_constexpr(config.bias_chunks):
+        chunk = target[None, work.tile.block * config.bias_chunks + i]
+        cute.copy(x.dbias.atom, source[None, i, at.parity], chunk)
+
+
+@cute.jit
+def _store_floats(variant: cutlass.Constexpr, x: Any, work: Work, at: Step) -> None:
+    config = variant.config
+    rows = loads.Rows(at.q_block * config.block_q, at.head, work.tile.batch)
+    source, target = bias_chunks.views(x.dbias, x.smem.bias, x.scalars.bias, rows)
+    first, of_stage = bwd_bias.first_stage(variant, at), config.bias_chunks
+    for i in cutlass.range_constexpr(of_stage):
+        for j in cutlass.range_constexpr(FLOAT_STAGES):
+            number = (work.tile.block * of_stage + i) * FLOAT_STAGES + j
+            place = (first + j) * of_stage + i
+            cute.copy(x.dbias.atom, source[None, place], target[None, number])
 
 
 @cute.jit

@@ -38,13 +38,14 @@ from jax_fa.kernels.fragment_keys import (
     own_columns,
     store,
 )
-from jax_fa.kernels.sm90 import bwd_dbias, bwd_instructions, bwd_powers
+from jax_fa.kernels.sm90 import bwd_bias, bwd_dbias, bwd_instructions, bwd_powers
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardConsumer,
     BackwardContext,
     BackwardPipes,
     BackwardVariant,
     QueryPipes,
+    thread_anew,
 )
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.unmasked import hides_pairs
@@ -53,7 +54,7 @@ from jax_fa.kernels.unmasked import hides_pairs
 @cute.jit
 def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes):
     """Loads each tile's keys and values, and the query blocks of all its heads. One warp."""
-    k, v, q, dout = pipes.k, pipes.v, pipes.q, pipes.dout
+    k, v, q, dout, _ = pipes
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)
@@ -119,10 +120,10 @@ def load_statistic(
 @cute.jit
 def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes):
     """Computes a consumer's share of all five products and of the softmax. One warpgroup."""
-    thread = cute.arch.thread_idx()[0] - variant.plan.role("load").threads
+    thread = cute.arch.thread_idx()[0] - variant.plan.role("consume").warps.start * edges.WARP
     index = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
     c = make_consumer(variant, x, index, thread % edges.WARPGROUP)
-    k, v, q, dout = pipes.k, pipes.v, pipes.q, pipes.dout
+    k, v, q, dout, bias = pipes
     parity = Int32(0)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
@@ -138,16 +139,21 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
                     zero_fill(variant, c, x.smem.k, used)
                     zero_fill(variant, c, x.smem.v, used)
             at = first_step(work, parity)
-            fetch_bias(variant, True, x, c, work, at)
             if const_expr(variant.config.is_lean):
                 for _ in cutlass.range(work.num_steps, unroll=1):
-                    q, dout, at = lean_step(variant, x, c, QueryPipes(q, dout), work, at)
+                    q, dout, bias, at = lean_step(
+                        variant, x, c, QueryPipes(q, dout, bias), work, at
+                    )
             elif x.scalars.deterministic != 0:
                 for _ in cutlass.range(work.num_steps, unroll=1):
-                    q, dout, at = step(variant, True, x, c, QueryPipes(q, dout), work, at)
+                    q, dout, bias, at = step(
+                        variant, True, x, c, QueryPipes(q, dout, bias), work, at
+                    )
             else:
                 for _ in cutlass.range(work.num_steps, unroll=1):
-                    q, dout, at = step(variant, False, x, c, QueryPipes(q, dout), work, at)
+                    q, dout, bias, at = step(
+                        variant, False, x, c, QueryPipes(q, dout, bias), work, at
+                    )
             parity = at.parity
             v_full.release()
             k_full.release()
@@ -185,6 +191,7 @@ class Stepped(NamedTuple):
 
     q: PipelineConsumer
     dout: PipelineConsumer
+    bias: Any
     at: Step
 
 
@@ -207,8 +214,10 @@ def step(
     others wait for it (H100, D = 128, causal, 2 x 8192: 454 TFLOP/s; after dV, 445).
     """
     waits_for_s = not variant.config.overlaps_dp
-    q, dout = pipes.q, pipes.dout
-    fetch_bias(variant, False, x, c, work, at)
+    c = thread_anew(variant, c)
+    q, dout, bias = pipes
+    if const_expr(variant.key.has_bias):
+        bwd_bias.fetch(variant, x, c, work, at)
     used = work.window.q_len - at.q_block * variant.config.block_q
     q_full = q.wait_and_advance()
     if const_expr(variant.is_general):
@@ -224,7 +233,7 @@ def step(
         dout_full = dout.wait_and_advance()
         start_dp(variant, x, c, dout_full, used, dp)
         warpgroup.wait_group(1)
-    to_logits(variant, x, c)
+    bias = to_logits(variant, x, c, work, at, bias)
     if hides | work.is_partial:
         mask_block(variant, x, c, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
@@ -276,13 +285,12 @@ def step(
     # Before the softmax D = 256 spilled, and where heads share keys full masks were slower (H200,
     # D = 128, 2 x 8192, forward and backward, ms: 32:1 heads 13.4, here 12.4; 16:16 6.50 and 6.59).
     following = next_step(variant, x, work, at)
-    fetch_bias(variant, True, x, c, work, following)
     if const_expr(not early_dv):
         warpgroup.wait_group(1)
         dout_full.release()
     warpgroup.wait_group(0)
     q_full.release()
-    return Stepped(q, dout, following)
+    return Stepped(q, dout, bias, following)
 
 
 @cute.jit
@@ -350,7 +358,7 @@ def lean_step(
     following = next_step(variant, x, work, at)
     warpgroup.wait_group(0)
     q_full.release()
-    return Stepped(q, dout, following)
+    return Stepped(q, dout, pipes.bias, following)
 
 
 def halves_of(operand: cute.Tensor) -> list[cute.Tensor]:
@@ -412,34 +420,23 @@ def as_operand(variant: BackwardVariant, mma: cute.TiledMma, rounded: cute.Tenso
 
 
 @cute.jit
-def fetch_bias(
+def to_logits(
     variant: cutlass.Constexpr,
-    is_ahead: cutlass.Constexpr[bool],
     x: BackwardContext,
     c: BackwardConsumer,
     work: Work,
     at: Step,
-) -> None:
-    """Starts the loads of the bias for a step's scores, if there are a bias and such a step.
+    bias: Any,
+) -> Any:
+    """Caps the scores if there is a soft cap, and adds the bias if there is one.
 
-    ``is_ahead`` says whether the step is still to begin: some kernels load then
-    (``HopperBackward.looks_ahead``), others once the step has begun.
+    Returns the pipe of a bias, advanced.
     """
-    if const_expr(variant.key.has_bias and variant.config.looks_ahead == is_ahead):
-        if const_expr(is_ahead):
-            if (at.q_block >= work.blocks.start) & (at.q_block < work.blocks.end):
-                fragment_bias_columns.load(variant, x, c, work, at, c.bias)
-        else:
-            fragment_bias_columns.load(variant, x, c, work, at, c.bias)
-
-
-@cute.jit
-def to_logits(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer) -> None:
-    """Caps the scores if there is a soft cap, and adds the bias if there is one."""
     if const_expr(variant.key.has_soft_cap):
         softmax.cap(c.s, x.scalars.cap_inner_log2)
     if const_expr(variant.key.has_bias):
-        fragment_bias_columns.add_columns(c.s, c.bias, x.scalars.bias, variant.dtype)
+        bias = bwd_bias.add(variant, x, c, work, at, bias)
+    return bias
 
 
 @cute.jit
@@ -611,6 +608,7 @@ def make_consumer(
         )
         for tile in (smem.ds, smem.p)
     )
+    has_words = key.has_bias and config.bias_stages == 0
     store = cute.make_tiled_copy_C(
         cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(True, 4), dtype), s_mma
     ).get_slice(thread)
@@ -633,7 +631,7 @@ def make_consumer(
         ds_keys=None if holds_ds else dk_mma.make_fragment_A(dk.partition_A(ds_keys)),
         p_keys=None if owns_keys else dv_mma.make_fragment_A(dv.partition_A(p_keys)),
         s=s_mma.make_fragment_C(s_mma.partition_shape_C((WGMMA_ROWS, variant.s_columns))),
-        bias=cute.make_rmem_tensor((variant.s_columns // 2,), Int32) if key.has_bias else None,
+        bias=cute.make_rmem_tensor((variant.s_columns // 2,), Int32) if has_words else None,
         dk=dk_mma.make_fragment_C(dk_mma.partition_shape_C((WGMMA_ROWS, dk_columns))),
         dv=dv_mma.make_fragment_C(dv_mma.partition_shape_C((WGMMA_ROWS, dv_columns))),
         first_key=own_keys * WGMMA_ROWS,

@@ -9,6 +9,7 @@ from cutlass.pipeline import PipelineConsumer, PipelineProducer
 from jax_fa.kernels import backward_rows, edges, primitives, tiles
 from jax_fa.kernels.backward_rows import FLOATS
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma
+from jax_fa.kernels.sm90 import bias_chunks
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES
 from jax_fa.spec.config_sm90_bwd import HopperBackward
@@ -98,11 +99,13 @@ class BackwardLayouts(NamedTuple):
     q: cute.ComposedLayout  # (block_q, D, q_stages)
     dout: cute.ComposedLayout  # (block_q, Dv, dout_stages)
     ds: cute.ComposedLayout  # (block_q, block_kv, DS_STAGES); also the layout of P
+    bias: Any  # (block_q, halves, chunks of the ring), or None without a ring
 
 
 def make_layouts(variant: BackwardVariant) -> BackwardLayouts:
     """The layouts of a variant's shared memory."""
     key, config, dtype = variant.key, variant.config, variant.dtype
+    chunks = config.bias_chunks * config.bias_stages
     return BackwardLayouts(
         k=primitives.smem_layout(dtype, (config.block_kv, key.head_dim), variant.dq_shape.columns),
         v=primitives.smem_layout(dtype, (config.block_kv, key.value_dim)),
@@ -113,6 +116,7 @@ def make_layouts(variant: BackwardVariant) -> BackwardLayouts:
             dtype, (config.block_q, key.value_dim, config.dout_stages), variant.dv_columns
         ),
         ds=primitives.smem_layout(dtype, (config.block_q, config.block_kv, DS_STAGES), WGMMA_ROWS),
+        bias=bias_chunks.layout(config.block_q, chunks) if chunks else None,
     )
 
 
@@ -128,6 +132,7 @@ class BackwardSmem(NamedTuple):
     lse2: cute.Tensor  # (block_q, q_stages)
     delta: cute.Tensor  # (block_q, dout_stages)
     dq: Any  # (4, fours of a consumer's part, consumers), or None if it is not staged
+    bias: Any  # (block_q, halves, chunks of the ring), or None without a ring
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
 
@@ -140,6 +145,8 @@ class BackwardContext(NamedTuple):
     scalars: Scalars
     order: tiles.Order
     smem: BackwardSmem
+    bias: Any  # primitives.TmaArray of the bias, or None without a ring
+    dbias: Any  # the same of its gradient
 
 
 class BackwardPipes(NamedTuple):
@@ -149,13 +156,15 @@ class BackwardPipes(NamedTuple):
     v: PipelineProducer | PipelineConsumer
     q: PipelineProducer | PipelineConsumer
     dout: PipelineProducer | PipelineConsumer
+    bias: Any  # None without a ring
 
 
 class QueryPipes(NamedTuple):
-    """A consumer's ends of the edges that carry queries and dO."""
+    """A consumer's ends of the edges that carry queries, dO, and the bias if it has a ring."""
 
     q: PipelineConsumer
     dout: PipelineConsumer
+    bias: Any
 
 
 class BackwardConsumer(NamedTuple):
@@ -185,8 +194,13 @@ class BackwardConsumer(NamedTuple):
     s: cute.Tensor  # accumulator of 64 x block_q
     dk: cute.Tensor  # accumulator of 64 x D
     dv: cute.Tensor  # accumulator of 64 x Dv
-    bias: Any  # words of the bias for the next scores, one per score, or None without one
+    bias: Any  # words of a bias without a ring, one per score, or None
     first_key: Int32  # of this consumer in the tile
     first_query: Int32  # of this consumer's scores in the block
     index: Int32
     thread: Int32
+
+
+def thread_anew(variant: BackwardVariant, c: BackwardConsumer) -> BackwardConsumer:
+    """``c``; with a ring of a bias, steps keep nothing derived from its ``thread`` in registers."""
+    return c._replace(thread=primitives.opaque(c.thread)) if variant.config.bias_stages else c

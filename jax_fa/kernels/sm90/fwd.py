@@ -1,6 +1,7 @@
 """Hopper forward: out = softmax(mask(scale q k^T)) v, and its log-sum-exp, in one pass over keys.
 
     find (3 warps)  the work of the tiles to come, where the mask is general
+    load_bias       bias(n-1) | bias(n-2) | ..., where there is one: fwd_bias_roles.py
     load (1 warp)   q  k(n-1) | k(n-2) v(n-1) | k(n-3) v(n-2) | ... | q' k'(m-1) v(0) | k'(m-2) ...
     consume i          S(n-1) | S(n-2) PV(n-1) softmax(n-2) | ... | S'(m-1) PV(0) softmax'(m-1) ...
     consume j                 |         (its softmax)  S(n-2) PV(n-1) softmax(n-2) | ...
@@ -17,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int16, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import dense_mask, edges, primitives, segments, tiles
@@ -32,7 +33,6 @@ from jax_fa.kernels.sm90.fwd_lists import find
 from jax_fa.kernels.sm90.fwd_roles import consume, load
 from jax_fa.kernels.sm90.fwd_work import (
     ForwardContext,
-    ForwardLayouts,
     ForwardPipes,
     ForwardSmem,
     make_layouts,
@@ -51,10 +51,12 @@ def kernel(
     order: tiles.Order,
     packing: Any,
     granules: Any,
+    bias: Any,
 ) -> None:
     """Device entry: shared memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
     stages = num_lists(variant.key, variant.config)
+    bias_halves = cute.cosize(layouts.bias) if variant.key.has_bias else 0
 
     @cute.struct
     class Storage:
@@ -67,6 +69,8 @@ def kernel(
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
+        bias: cute.struct.Align[cute.struct.MemRange[Int16, bias_halves], 1024]
+        bias_barriers: cute.struct.MemRange[Int64, 2 * variant.config.bias_stages]
 
     storage = SmemAllocator().allocate(Storage)
     found = storage.lists.get_tensor(cute.make_layout((TOLD_WORDS, stages)))
@@ -74,13 +78,14 @@ def kernel(
         q=primitives.smem_tensor(storage.q, layouts.q),
         k=primitives.smem_tensor(storage.k, layouts.k),
         v=primitives.smem_tensor(storage.v, layouts.v),
+        bias=primitives.smem_tensor(storage.bias, layouts.bias) if bias_halves else None,
         zero_fill=storage.zero_fill.data_ptr(),
         lists=found,
         found=found[None, 0],
     )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:
-        primitives.prefetch_descriptors(tma)
+        primitives.prefetch_descriptors((*tma, bias.atom if bias_halves else None))
         if const_expr(variant.is_general):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.zero_fill, 1)
@@ -88,13 +93,16 @@ def kernel(
     q_in, q_out = edges.make_edge(plan, "q", storage.q_barriers.data_ptr())
     k_in, k_out = edges.make_edge(plan, "k", storage.k_barriers.data_ptr())
     v_in, v_out = edges.make_edge(plan, "v", storage.v_barriers.data_ptr())
-    ring = None
+    ring, chunks, others = None, None, find
+    if const_expr(variant.key.has_bias):
+        chunks = edges.make_ring(plan, plan.edge("bias"), storage.bias_barriers.data_ptr())
+        others = variant.bias.load_or_find
     if const_expr(variant.lists_ahead):
         ring = edges.make_ring(plan, plan.edge("work"), storage.list_barriers.data_ptr())
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
-    x = ForwardContext(tma, arrays, scalars, order, smem, packing, granules, ring)
+    x = ForwardContext(tma, arrays, scalars, order, smem, packing, granules, bias, ring, chunks)
     if const_expr(variant.is_general):
         if dense_mask.narrows(scalars, variant.lists_ahead):
             narrow_keys(variant, x)
@@ -103,8 +111,8 @@ def kernel(
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
         if warp == 0:
             load(variant, x, ForwardPipes(q_in, k_in, v_in))
-        elif const_expr(variant.lists_ahead):
-            find(variant, x)
+        elif const_expr(variant.lists_ahead or variant.key.has_bias):
+            others(variant, x)
     else:
         cute.arch.setmaxregister_increase(plan.role("consume").registers)
         consume(variant, x, ForwardPipes(q_out, k_out, v_out))
@@ -124,10 +132,11 @@ def launch(
     ``packing`` and ``granules`` are as in ``ForwardContext``.
     """
     layouts, one = make_layouts(variant), (None, None, 0)
-    copied = ForwardLayouts(*[cute.slice_(layout, one) for layout in layouts[:3]], out=layouts.out)
+    copied = layouts._replace(**{x: cute.slice_(getattr(layouts, x), one) for x in "qkv"})
     tma, arrays = forward_arrays(variant, call, copied)
     order, num_ctas = forward_order(variant, call, packing)
-    kernel(variant, tma, arrays, call.scalars, order, packing, granules).launch(
+    bias = variant.bias.describe(variant, call) if variant.key.has_bias else None
+    kernel(variant, tma, arrays, call.scalars, order, packing, granules, bias).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
         stream=call.stream,

@@ -82,8 +82,8 @@ def on_list(variant: Variant, x: ForwardContext, work: Work) -> ForwardContext:
     return with_list(x, work.tile.slot) if variant.lists_ahead else x
 
 
-def _state(ring: PipelineAsync, number: Int32) -> PipelineState:
-    """A consumer's state at list ``number``, recomputed since no registers are free to keep it."""
+def state_at(ring: PipelineAsync, number: Int32) -> PipelineState:
+    """A consumer's state at item ``number``, recomputed since no registers are free to keep it."""
     stages = ring.num_stages
     phase = number >> (stages.bit_length() - 1) & 1
     return PipelineState(stages, number, number & (stages - 1), phase)
@@ -91,12 +91,12 @@ def _state(ring: PipelineAsync, number: Int32) -> PipelineState:
 
 def _wait(ring: PipelineAsync, number: Int32) -> None:
     """Waits until list ``number`` is made."""
-    ring.consumer_wait(_state(ring, number))
+    ring.consumer_wait(state_at(ring, number))
 
 
 def _give_back(ring: PipelineAsync, number: Int32) -> None:
     """Tells find that the calling warp has read list ``number``."""
-    ring.consumer_release(_state(ring, number))
+    ring.consumer_release(state_at(ring, number))
 
 
 def next_tile(variant: Variant, x: ForwardContext, slot: Int32) -> tiles.Tile:

@@ -244,7 +244,9 @@ def middle(
     blocks, newest = work.blocks, work.blocks.end - 1
     block = below(variant, x, newest)
     at = Place(pipes.k, pipes.v, block, next_hides_pairs(variant, x, blocks, block))
-    if const_expr(variant.config.branches_steps):
+    if const_expr(variant.key.has_bias):
+        at = variant.bias.steps(variant, step, x, c, work, q_index, at)
+    elif const_expr(variant.config.branches_steps):
         # One step of each kind, chosen by what the previous step found. Three loops, over masked,
         # full and masked blocks, spill.
         for _ in cutlass.range(work.num_blocks - 1, unroll=1):
@@ -276,6 +278,7 @@ def step(
     work: Work,
     q_index: Int32,
     at: Place,
+    form: cutlass.Constexpr[int] = 0,  # of a bias: plan_bias.py
 ) -> Place:
     """Computes S and softmax of a block, masked if it ``hides`` keys, and PV of the one before."""
     scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(at.k, at.v))
@@ -284,7 +287,7 @@ def step(
     next_hides = next_hides_pairs(variant, x, anew(variant, x, work).blocks, following)
     warpgroup.wait_group(1)  # for S
     k_full.release()
-    add_bias(variant, x, c, work, scores, following)
+    add_bias(variant, x, c, work, at.block, scores, k_full.count, form)
     shrink = to_probabilities(variant, x, c, work, at.block, hides, scores)
     warpgroup.wait_group(0)
     v_full.release()
@@ -340,22 +343,14 @@ def first_probabilities(
     c: ForwardConsumer,
     work: Work,
     scores: cute.Tensor,
+    number: Int32,
 ) -> None:
     """Resets the statistics and applies ``to_probabilities`` to a tile's newest block."""
     x, newest = on_list(variant, x, work), work.blocks.end - 1
     fragment_softmax.reset(c.state)
-    add_bias(variant, x, c, work, scores, below(variant, x, newest))
+    add_bias(variant, x, c, work, newest, scores, number)
     hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
     to_probabilities(variant, x, c, work, newest, hides, scores)
-
-
-@cute.jit
-def fetch_bias(
-    variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, work: Work, block: Int32
-) -> None:
-    """Starts the loads of the bias for a block's scores, if there is a bias."""
-    if const_expr(variant.key.has_bias):
-        variant.bias.load(variant, x, c, work, block, c.bias)
 
 
 @cute.jit
@@ -364,18 +359,14 @@ def add_bias(
     x: ForwardContext,
     c: ForwardConsumer,
     work: Work,
+    block: Int32,
     scores: cute.Tensor,
-    following: Int32,
+    number: Int32,
+    form: cutlass.Constexpr[int] = 0,
 ) -> None:
-    """Adds the bias, if there is one, to a block's scores and starts loading the next block's.
-
-    ``following`` is the block of the next step; below ``work.blocks.start`` there is none.
-    """
+    """Adds the bias, if there is one, to the scores of the ``number``-th block processed."""
     if const_expr(variant.key.has_bias):
-        variant.bias.add_rows(scores, c.bias, x.scalars.bias, variant.dtype)
-        # The words are free by now, so that loading ahead takes no more registers.
-        if following >= work.blocks.start:
-            fetch_bias(variant, x, c, work, following)
+        variant.bias.add(variant, x, c, work, block, scores, number, form)
 
 
 @cute.jit
@@ -393,12 +384,11 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         k_full = k.wait_and_advance()
         scores = c.qk.make_fragment_C(c.qk.partition_shape_C((WGMMA_ROWS, config.block_kv)))
         q_index = q_full.index * config.num_consumers + c.index
-        fetch_bias(variant, x, c, work, work.blocks.end - 1)
         fetch_q(variant, x, c, q_index)
         multiply_qk(variant, c, scores, q_index, k_full.index)
         warpgroup.wait_group(0)
         k_full.release()
-        first_probabilities(variant, x, c, work, scores)
+        first_probabilities(variant, x, c, work, scores, k_full.count)
         primitives.narrow(scores, c.p)
         c.out.fill(0.0)
         if const_expr(config.is_persistent):
@@ -409,7 +399,6 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
                 before, before_index = work, q_index
                 work = anew(variant, x, next_work)
-                fetch_bias(variant, x, c, work, work.blocks.end - 1)
                 q_next = q.wait_and_advance()
                 q_index = q_next.index * config.num_consumers + c.index
                 fetch_q(variant, x, c, q_index)
@@ -417,7 +406,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 warpgroup.wait_group(1)  # for S
                 k_full.release()
                 finished = fragment_softmax.copy(c.state)
-                first_probabilities(variant, x, c, work, scores)
+                first_probabilities(variant, x, c, work, scores, k_full.count)
                 warpgroup.wait_group(0)
                 v_full.release()
                 primitives.narrow(scores, c.p)

@@ -19,6 +19,7 @@ class ForwardLayouts(NamedTuple):
     k: cute.ComposedLayout  # (block_kv, D, stages)
     v: cute.ComposedLayout  # (block_kv, Dv, stages)
     out: cute.ComposedLayout  # (64, Dv)
+    bias: Any  # (block_q, halves, bias_stages), or None without one
 
 
 class ForwardPipes(NamedTuple):
@@ -42,6 +43,7 @@ class ForwardSmem(NamedTuple):
     q: cute.Tensor  # (64, D, consumers * q_stages)
     k: cute.Tensor  # (block_kv, D, stages)
     v: cute.Tensor  # (block_kv, Dv, stages)
+    bias: Any  # (block_q, halves, bias_stages), or None without one
     zero_fill: cute.Pointer  # one mbarrier, for ``loads.Detour``
     lists: cute.Tensor  # (TOLD_WORDS, stages) fwd_lists.py
     found: cute.Tensor  # (TOLD_WORDS,) one of the lists: segments.py, dense_mask.py
@@ -57,7 +59,9 @@ class ForwardContext(NamedTuple):
     smem: ForwardSmem
     packing: Any  # division.Packing, or None if the variant does not pack heads
     granules: Any  # primitives.TmaArray, or None likewise
+    bias: Any  # primitives.TmaArray of the bias, or None without one
     ring: Any  # the PipelineAsync of lists, or None if the variant has none
+    chunks: Any  # the PipelineTmaAsync of chunks of a bias, or None without one
 
 
 def make_layouts(variant: Variant) -> ForwardLayouts:
@@ -69,6 +73,7 @@ def make_layouts(variant: Variant) -> ForwardLayouts:
         k=primitives.smem_layout(dtype, (config.block_kv, key.head_dim, config.stages)),
         v=primitives.smem_layout(dtype, (config.block_kv, key.value_dim, config.stages)),
         out=primitives.smem_layout(dtype, (WGMMA_ROWS, key.value_dim)),
+        bias=variant.bias.layout(config) if key.has_bias else None,
     )
 
 
@@ -82,7 +87,6 @@ class ForwardConsumer(NamedTuple):
     v: cute.Tensor  # B descriptors, (_, 1, block_kv / 16, stages)
     p: cute.Tensor  # A registers, (8, 1, block_kv / 16)
     out: cute.Tensor  # accumulator of 64 x Dv
-    bias: Any  # words of the bias of the next scores, (block_kv / 2,), or None without one
     state: fragment_softmax.RowState
     index: Int32
     thread: Int32
@@ -108,7 +112,6 @@ def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
         v=pv.make_fragment_B(pv_slice.partition_B(primitives.transposed(x.smem.v))),
         p=pv.make_fragment_A(pv.partition_shape_A((WGMMA_ROWS, config.block_kv))),
         out=pv.make_fragment_C(pv.partition_shape_C((WGMMA_ROWS, key.value_dim))),
-        bias=cute.make_rmem_tensor((config.block_kv // 2,), Int32) if key.has_bias else None,
         state=fragment_softmax.make_row_state(),
         index=cute.arch.make_warp_uniform(thread // edges.WARPGROUP),
         thread=thread % edges.WARPGROUP,

@@ -24,6 +24,7 @@ from jax_fa.kernels.edges import (
     check,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
+from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES
 from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
 
@@ -47,9 +48,26 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
     q_stages, dout_stages = config.q_stages, config.dout_stages
     q, dout = q_bytes + stat_bytes, dout_bytes + stat_bytes
     dq_bytes = config.block_q * key.head_dim * SUM_BYTES if config.stages_dq != "never" else 0
+    bias_bytes = config.bias_chunks * config.block_q * CHUNK_BYTES
+    bias = Edge(
+        "bias",
+        "load_bias",
+        ("consume", "store_dbias"),
+        config.bias_stages,
+        bias_bytes,
+        "chunks in smem",
+        "added, and dS in their place stored",
+    )
+    bias_roles = (
+        Role("load_bias", range(2, 3), config.producer_registers),
+        Role("store_dbias", range(3, 4), config.producer_registers),
+    )
+    has_ring = config.bias_stages > 0
+    ds_threads = consumers * WARPGROUP + (WARP if has_ring else 0)
     plan = Plan(
         roles=(
-            Role("load", range(0, 4), config.producer_registers),
+            Role("load", range(0, 2 if has_ring else 4), config.producer_registers),
+            *(bias_roles if has_ring else ()),
             Role("consume", range(4, 4 + 4 * consumers), config.consumer_registers),
         ),
         edges=(
@@ -57,6 +75,7 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
             Edge("v", "load", "consume", 1, v_bytes, "values in smem", "last dP retired"),
             Edge("q", "load", "consume", q_stages, q, "queries, lse2 in smem", "dK retired"),
             Edge("dout", "load", "consume", dout_stages, dout, "dO, delta in smem", "dV retired"),
+            *((bias,) if has_ring else ()),
         ),
         buffers=(
             Buffer("k", k_bytes),
@@ -66,11 +85,12 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
             Buffer("ds", ds_bytes * DS_STAGES),
             Buffer("p", 0 if config.splits_keys else ds_bytes * DS_STAGES),
             Buffer("dq", dq_bytes),
+            Buffer("bias", bias_bytes * config.bias_stages),
             Buffer("lse2", stat_bytes * q_stages),
             Buffer("delta", stat_bytes * dout_stages),
         ),
         barriers=(
-            NamedBarrier("ds", 1, consumers * WARPGROUP, "dS of all keys in smem"),
+            NamedBarrier("ds", 1, ds_threads, "dS of all keys in smem, that before stored"),
             NamedBarrier("zero_filled", 2, consumers * WARPGROUP, "absent rows of a tile are zero"),
             *turn_barriers(config),
         ),

@@ -1,0 +1,42 @@
+"""What a bias adds to the plan of the Hopper forward: a warp that loads chunks of it to a ring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jax_fa.kernels.edges import WARP, Buffer, Edge, Plan, Role, check
+from jax_fa.kernels.sm90.plan import forward_plan
+from jax_fa.spec.config_sm90 import HopperForward
+from jax_fa.spec.key import KernelKey
+
+CHUNK_BYTES = 128
+"""Bytes of each row in a chunk: ``bias_chunks.py``."""
+ANY, HALF, FLOAT = range(3)
+"""What a step is compiled for: any bias; one without cap that TMA reads, of 16 bits or float32."""
+
+
+def biased_plan(key: KernelKey, config: HopperForward) -> Plan:
+    """The checked plan of the forward kernel with a bias for ``key`` under ``config``."""
+    plan, chunk_bytes = forward_plan(key, config), config.block_q * CHUNK_BYTES
+    load, find, consume = plan.roles
+    finders = find.warps[:-1]
+    load_bias = Role("load_bias", find.warps[-1:], config.producer_registers)
+    chunks = Edge(
+        "bias", "load_bias", "consume", config.bias_stages, chunk_bytes, "chunk in smem", "added"
+    )
+    readers = ("load", "load_bias", "consume")
+    plan = replace(
+        plan,
+        roles=(load, replace(find, warps=finders), load_bias, consume),
+        edges=(
+            *(replace(x, consumer=readers) if x.data == "work" else x for x in plan.edges),
+            chunks,
+        ),
+        buffers=(*plan.buffers, Buffer("bias", chunk_bytes * config.bias_stages)),
+        barriers=tuple(
+            replace(x, threads=WARP * len(finders)) if x.name == "made" else x
+            for x in plan.barriers
+        ),
+    )
+    check(plan)
+    return plan
