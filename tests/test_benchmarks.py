@@ -16,6 +16,7 @@ from benchmarks import (
     kernel_times,
     launch,
     memory,
+    pairs,
     report,
     sweep,
     timing,
@@ -123,6 +124,19 @@ def test_devices_that_share_sequences_are_timed_against_one(capsys, tmp_path):
         ("all_to_all", 8),
     ] * 2
     assert capsys.readouterr().out.count("| all_to_all |") == 2
+
+
+def test_biases_and_masks_are_timed_beside_each_other(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(pairs, "_PROTOCOL", Protocol(warmup=1, rounds=2))
+    output = tmp_path / "pairs.json"
+    assert pairs.main(["--shrink", "64", "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == len(pairs.BIASED) + 5
+    assert all(len(row["both"]) == len(row["forward"]) for row in rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines[4:]] == [row["name"] for row in rows]
+    assert "function" in lines[-1]
+    assert lines[-1].endswith(f"{float(lines[-1].split()[-2]):.2f} |")
 
 
 def test_flops_count_two_products_forward_and_seven_with_the_backward():
