@@ -83,12 +83,12 @@ def find_does_not_wait_until_a_list_is_read(lists):
 
 def turns_of_the_ring_are_taken_for_each_other(lists):
     """The parity of the other turn."""
-    right = lists._state
+    right = lists.state_at
 
     def wrong(ring, number):
         return right(ring, number + ring.num_stages)
 
-    return {"_state": wrong}
+    return {"state_at": wrong}
 
 
 def the_list_of_the_tile_before_is_read(lists):
