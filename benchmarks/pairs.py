@@ -81,23 +81,33 @@ def normal(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Ar
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def timed(name: str, candidates: Mapping[str, tuple[Attend, tuple[Any, ...]]]) -> Row:
-    """Times candidates, each with its operands, whose floating ones are differentiated."""
+class Candidate(NamedTuple):
+    """Attention and its operands, floating ones first; those are differentiated."""
 
-    def gradient(attend: Attend, operands: tuple[Any, ...]) -> Callable[[], Any]:
-        real = [jnp.issubdtype(x.dtype, jnp.floating) for x in operands]
-        others = [x for x, is_real in zip(operands, real, strict=True) if not is_real]
+    attend: Attend
+    operands: tuple[jax.Array, ...]
 
-        def both(dout: jax.Array, *given: Any) -> Any:
-            out, pullback = jax.vjp(lambda *reals: attend(*reals, *others), *given)
+    def forward(self) -> Callable[[], Any]:
+        """What runs it."""
+        return partial(jax.jit(self.attend), *self.operands)
+
+    def both(self) -> Callable[[], Any]:
+        """What runs it with its gradient."""
+        floats = [x for x in self.operands if jnp.issubdtype(x.dtype, jnp.floating)]
+        others = self.operands[len(floats) :]
+
+        def run(dout: jax.Array, *given: jax.Array) -> Any:
+            out, pullback = jax.vjp(lambda *given: self.attend(*given, *others), *given)
             return out, pullback(dout)
 
-        given = [x for x, is_real in zip(operands, real, strict=True) if is_real]
-        shape = jax.eval_shape(attend, *operands).shape
-        return partial(jax.jit(both), normal(9, shape), *given)
+        shape = jax.eval_shape(self.attend, *self.operands).shape
+        return partial(jax.jit(run), normal(9, shape), *floats)
 
-    forward = {label: partial(jax.jit(run), *x) for label, (run, x) in candidates.items()}
-    both = {label: gradient(run, x) for label, (run, x) in candidates.items()}
+
+def timed(name: str, candidates: Mapping[str, Candidate]) -> Row:
+    """Times candidates in turns."""
+    forward = {label: candidate.forward() for label, candidate in candidates.items()}
+    both = {label: candidate.both() for label, candidate in candidates.items()}
     return Row(name, interleaved(forward, _PROTOCOL), interleaved(both, _PROTOCOL))
 
 
@@ -107,24 +117,22 @@ def bias_row(case: Biased, peer: Attend | None) -> Row:
     qkv = [normal(seed, shape) for seed in range(3)]
     batch = 1 if case.is_shared else case.batch
     bias = normal(3, (batch, case.heads, case.length, case.length), case.dtype)
-    candidates = {"jax_fa": (_with_bias(jax_fa.attention), (*qkv, bias))}
+    candidates = {"jax_fa": Candidate(_taking("bias", jax_fa.attention), (*qkv, bias))}
     if peer is not None and case.length % 8 == 0:
-        candidates["cuDNN"] = (_with_bias(peer), (*qkv, bias.astype(jnp.bfloat16)))
+        others = (*qkv, bias.astype(jnp.bfloat16))
+        candidates["cuDNN"] = Candidate(_taking("bias", peer), others)
     return timed(case.name, candidates)
 
 
-def _with_bias(attention: Attend) -> Attend:
-    return lambda q, k, v, bias: attention(q, k, v, bias=bias)
-
-
-def _masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    return jax_fa.attention(q, k, v, mask=mask)
+def _taking(option: str, attention: Attend) -> Attend:
+    """``attention`` whose fourth operand is an ``option``."""
+    return lambda q, k, v, x: attention(q, k, v, **{option: x})
 
 
 def mask_rows(sizes: tuple[int, int, int, int]) -> Iterator[Row]:
     """Masks as arrays beside the same by name, and functions beside a causal mask."""
     length = sizes[1]
-    qkv = [normal(seed, sizes) for seed in range(3)]
+    qkv = tuple(normal(seed, sizes) for seed in range(3))
     at = jnp.arange(length)
     causal = at[None] <= at[:, None]
     document = at * _DOCUMENTS // length
@@ -137,21 +145,18 @@ def mask_rows(sizes: tuple[int, int, int, int]) -> Iterator[Row]:
         f"{_DOCUMENTS} documents": (document[:, None] == document, segments),
     }
     for name, (mask, options) in masks.items():
-        by_name = partial(jax_fa.attention, **options)
-        yield timed(
-            name, {"array": (_masked, (*qkv, mask[None, None])), "name": (by_name, tuple(qkv))}
-        )
+        by_array = Candidate(_taking("mask", jax_fa.attention), (*qkv, mask[None, None]))
+        by_name = Candidate(partial(jax_fa.attention, **options), qkv)
+        yield timed(name, {"array": by_array, "name": by_name})
     half = length // 2
     functions: dict[str, Callable[..., Any]] = {
         f"prefix of {half}": lambda b, h, q, k: (k <= q) | (k < half),
         f"chunks of {half}": lambda b, h, q, k: (k <= q) & (k // half == q // half),
     }
     for name, function in functions.items():
-        by_function = partial(jax_fa.attention, mask_mod=function)
-        full_causal = partial(jax_fa.attention, is_causal=True)
-        yield timed(
-            name, {"function": (by_function, tuple(qkv)), "causal": (full_causal, tuple(qkv))}
-        )
+        by_function = Candidate(partial(jax_fa.attention, mask_mod=function), qkv)
+        whole = Candidate(partial(jax_fa.attention, is_causal=True), qkv)
+        yield timed(name, {"function": by_function, "causal": whole})
 
 
 def line(row: Row) -> str:
