@@ -182,20 +182,11 @@ def _add_staged(
         ring.consumer_release(chunk)
 
 
-def words_of(x: Any, stage: Int32) -> cute.Pointer:
-    """The words of a chunk in shared memory, without the swizzle."""
-    return cute.recast_ptr(x.smem.bias[None, None, stage].iterator, dtype=Int32)
-
-
-def place_of(row: Int32, word: Int32) -> Int32:
-    """The place of a row's word among the words of a chunk."""
-    return row * WORDS + (word ^ (row % 8 * UNIT_WORDS))
-
-
 def of_thread(x: Any, c: Any, stage: Int32) -> ChunkOfThread:
     """The chunk of a ``stage``, as the calling thread reads it."""
     row = c.index * GROUP_ROWS + fragments.row_in_tile(c.thread)
-    return ChunkOfThread(words_of(x, stage), place_of(row, Int32(0)))
+    words = cute.recast_ptr(x.smem.bias[None, None, stage].iterator, dtype=Int32)
+    return ChunkOfThread(words, row * WORDS + row % 8 * UNIT_WORDS)
 
 
 @cute.jit
