@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_fa.emulator import mufu, native
+from jax_fa.emulator.loadstore import loaded_kind
 from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.program import Segment
 from jax_fa.emulator.ptx import (
@@ -129,7 +130,9 @@ def serves(decoder: OperandDecoder, instruction: Instruction, unit: Pure | Unit)
     if not CODES or instruction.guard is not None:
         return False
     if isinstance(unit, Unit):
-        return unit.prefix == "mov" and _is_join_or_split(decoder, *instruction.operands)
+        if unit.prefix == "mov":
+            return _is_join_or_split(decoder, *instruction.operands)
+        return _parameters(decoder, instruction) is not None
     target, *operands = instruction.operands
     opcode = instruction.opcode
     is_known = (opcode, len(operands)) in OPERATIONS or opcode in _MOVES or opcode in _SELECTS
@@ -148,6 +151,32 @@ def serves(decoder: OperandDecoder, instruction: Instruction, unit: Pure | Unit)
 def _same(decoder: OperandDecoder, target: Register) -> str:
     """The kind that "any" stands for."""
     return decoder.homes[target.number]
+
+
+class _Loaded(NamedTuple):
+    """An item of what a load writes, and the slot and kind of its value."""
+
+    target: Operand
+    slot: int
+    kind: str
+
+
+def _parameters(decoder: OperandDecoder, instruction: Instruction) -> list[_Loaded] | None:
+    """What a load from parameters finds in slots; None for any other instruction."""
+    if not instruction.opcode.startswith("ld.param."):
+        return None
+    target, address = instruction.operands
+    items = target.items if isinstance(target, Vector) else (target,)
+    kind = loaded_kind(instruction.opcode.rpartition(".")[2])
+    slots = decoder.parameters(address, kind, len(items))
+    if slots is None:
+        return None
+    are_served = all(
+        isinstance(item, Sink) or isinstance(item, Register) and _converts(kind, decoder.home(item))
+        for item in items
+    )
+    found = zip(items, slots, strict=True)
+    return [_Loaded(item, slot, kind) for item, slot in found] if are_served else None
 
 
 def _is_join_or_split(decoder: OperandDecoder, target: Operand, source: Operand) -> bool:
@@ -225,9 +254,14 @@ class _Compiler:
 
     def add(self, instruction: Instruction, unit: Pure | Unit) -> None:
         """One instruction."""
+        for item, slot, kind in _parameters(self.decoder, instruction) or ():
+            if isinstance(item, Register):
+                value = self._convert(self._value(slot, kind), kind, self.decoder.home(item))
+                self._set(item, value)
         target, *operands = instruction.operands
         if isinstance(unit, Unit):
-            self._move_vector(target, operands[0])
+            if unit.prefix == "mov":
+                self._move_vector(target, operands[0])
             return
         home = self.decoder.home(target)
         opcode = instruction.opcode

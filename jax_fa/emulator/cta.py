@@ -162,7 +162,9 @@ class Warp:
         self.state: dict[str, object] = {}
 
     def _initial(self, name: str) -> np.ndarray:
-        """Value of a special register or of a shared variable's address."""
+        """Value of a special register, of a parameter or of a shared variable's address."""
+        if name.startswith("param "):
+            return self.machine.parameter(name)
         if name.startswith("shared "):
             offset = self.machine.frame.shared[name[len("shared ") :]]
             return np.full(LANES, self.cta.shared.base + offset, dtype=np.uint32)

@@ -149,20 +149,14 @@ def _shared_access(warp: Warp, addresses: np.ndarray, access: Callable) -> np.nd
 
 
 def _param_load(warp: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
-    block, known = warp.machine.params, warp.machine.parameters
+    block = warp.machine.params
     offset = int(addresses[0]) - PARAM_WINDOW
     if np.count_nonzero(addresses != addresses[0]):
         raise OutOfBoundsError("lanes load different parameters")
-    key = (offset, size, count)
-    if len(addresses) == LANES and key in known:
-        return known[key]
     if not 0 <= offset <= len(block) - size * count:
         raise OutOfBoundsError(f"parameter offset {offset} of {len(block)} bytes")
     one = block[offset : offset + size * count].view(DTYPES[UNSIGNED[size]])
-    found = np.tile(one, (len(addresses), 1))
-    if len(addresses) == LANES:
-        known[key] = found
-    return found
+    return np.tile(one, (len(addresses), 1))
 
 
 def _local_view(warp: Warp, addresses: np.ndarray, size: int, count: int) -> np.ndarray:
@@ -189,19 +183,25 @@ def polling_load(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> 
     return _load(decoder, ins, mods)
 
 
+def loaded_kind(type_: str) -> str:
+    """The kind of what a load of a type gives."""
+    return ("i" if type_[0] == "s" else "u") + str(min(TYPE_BYTES[type_], 8))
+
+
 def _load(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     space = space_of(mods)
     mods.take("v2", "v4", "v8")
     type_ = mods.need(_TYPES)
     mods.drop(_HINTS).done()
-    size = TYPE_BYTES[type_]
-    kind = ("i" if type_[0] == "s" else "u") + str(min(size, 8))
+    size, kind = TYPE_BYTES[type_], loaded_kind(type_)
     target = ins.operands[0]
     count = len(target.items) if isinstance(target, Vector) else 1
     write = decoder.write_rows(target, [kind] * count)
-    at = address_reader(decoder, ins.operands[1], space)
     if size == 16:
         raise mods.error("128-bit registers are not implemented")
+    if space == "param" and (numbers := decoder.parameters(ins.operands[1], kind, count)):
+        return lambda warp, mask: write(warp.slots, [warp.slots[n] for n in numbers], mask)
+    at = address_reader(decoder, ins.operands[1], space)
     dtype = DTYPES[kind]
 
     def run(warp: Warp, mask: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from jax_fa.emulator.launch import Launch
 from jax_fa.emulator.memory import Memory
 from jax_fa.emulator.ptx import Kernel
 from jax_fa.emulator.random_source import RandomSource
-from jax_fa.emulator.values import Value
+from jax_fa.emulator.values import DTYPES, LANES, SIZES, Value
 
 COMPLETIONS = ("lazy", "eager", "random")
 
@@ -27,7 +27,7 @@ class Frame(NamedTuple):
       kernel: what was decoded.
       unwritten: what every register holds before it is written.
       slots: initial value of the slots after the registers: an array, or a name that the warp
-        resolves at its start (special registers, shared variables).
+        resolves at its start (special registers, shared variables, what lies in parameters).
       shared: offset of every shared variable, and the end of the static ones under "".
       params: offset of every parameter in the parameter block.
       local_bytes: local memory of one thread.
@@ -135,7 +135,7 @@ class Machine:
         self.issued: Counter[int] = Counter()
         self.waits: Counter[int] = Counter()
         self.findings: list[EmulationError] = []
-        self.parameters: dict[tuple[int, int, int], np.ndarray] = {}
+        self.parameters: dict[str, np.ndarray] = {}
 
     def _parameter_block(self) -> np.ndarray:
         """The parameters of the launch at the offsets PTX gives them."""
@@ -156,6 +156,14 @@ class Machine:
             at = self.frame.params[param.name]
             block[at : at + param.size] = np.frombuffer(raw[: param.size], np.uint8)
         return block
+
+    def parameter(self, name: str) -> np.ndarray:
+        """The value of a slot that is named "param OFFSET KIND"."""
+        if name not in self.parameters:
+            _, offset, kind = name.split()
+            raw = self.params[int(offset) : int(offset) + SIZES[kind]]
+            self.parameters[name] = np.full(LANES, raw.view(DTYPES[kind]))
+        return self.parameters[name]
 
     # Services for instructions.
 

@@ -8,8 +8,8 @@ the same address means the same byte to every CTA of the cluster.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -182,6 +182,7 @@ class SharedMemory:
       owner: per chunk, 1 + the warp with a generic store that no proxy fence published yet.
       reads, writes: per chunk, how many asynchronous operations may still read or write it.
       word_writes: per 4-byte word, how many may still write it that write less than its chunk.
+      word_claims: how many such operations there are.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -198,6 +199,7 @@ class SharedMemory:
         self.writes = np.zeros(size // CHUNK, dtype=np.uint16)
         self.word_writes = np.zeros(size // WORD, dtype=np.uint16)
         self.claims: dict[Claim, None] = {}
+        self.word_claims = 0
         self.loads = native.core and native.core.SharedLoads(
             self.size, self.data, self.written, self.writes, self.word_writes
         )
@@ -231,7 +233,7 @@ class SharedMemory:
             chunks = offsets >> np.uint32(4)
             if np.count_nonzero(self.writes[chunks]):
                 self._hazard("is read", chunks, "write")
-            self._check_words("is read", _words(offsets, width))
+            self._check_words("is read", _words, offsets, width)
         known = self.written.reshape(-1, width)[index]
         if np.count_nonzero(known) != known.size:
             bad = int(offsets[~known.all(axis=1)][0])
@@ -248,7 +250,7 @@ class SharedMemory:
                 self._hazard("is overwritten", chunks, "write")
             if np.count_nonzero(self.reads[chunks]):
                 self._hazard("is overwritten", chunks, "read")
-            self._check_words("is overwritten", _words(offsets, width))
+            self._check_words("is overwritten", _words, offsets, width)
         self.version += 1
         self.views[values.dtype.itemsize].reshape(-1, values.shape[1])[index] = values
         self.written.reshape(-1, width)[index] = 1
@@ -279,7 +281,7 @@ class SharedMemory:
             )
         if np.count_nonzero(self.writes[chunks]):
             self._hazard(f"is read by {who}", chunks, "write")
-        self._check_words(f"is read by {who}", _words_of(chunks))
+        self._check_words(f"is read by {who}", _words_of, chunks)
         complete = self.written_chunks[used] == _WRITTEN
         if not complete.all():
             unwritten = ~complete.all(axis=-1)
@@ -295,7 +297,7 @@ class SharedMemory:
             self._hazard(f"is overwritten by {who}", chunks, "write")
         if np.count_nonzero(self.reads[chunks]):
             self._hazard(f"is overwritten by {who}", chunks, "read")
-        self._check_words(f"is overwritten by {who}", _words_of(chunks))
+        self._check_words(f"is overwritten by {who}", _words_of, chunks)
         self.writes[chunks] += 1
         return self._claim(chunks, "write", who)
 
@@ -306,8 +308,9 @@ class SharedMemory:
             self._hazard(f"is overwritten by {who}", chunks, "write")
         if np.count_nonzero(self.reads[chunks]):
             self._hazard(f"is overwritten by {who}", chunks, "read")
-        self._check_words(f"is overwritten by {who}", words)
+        self._check_words(f"is overwritten by {who}", np.asarray, words)
         self.word_writes[words] += 1
+        self.word_claims += 1
         return self._claim(words, "write words", who)
 
     def end(self, claim: Claim) -> None:
@@ -317,6 +320,7 @@ class SharedMemory:
             self.reads[claim.chunks] -= 1
         elif claim.access == "write words":
             self.version += 1
+            self.word_claims -= 1
             self.word_writes[claim.chunks] -= 1
             self.written.reshape(-1, WORD)[claim.chunks] = 1
         else:
@@ -338,8 +342,11 @@ class SharedMemory:
         self.claims[claim] = None
         return claim
 
-    def _check_words(self, what: str, words: np.ndarray) -> None:
+    def _check_words(self, what: str, words_of: Callable, *place: Any) -> None:
         """Refuses the use of 4-byte words that a small copy may still write."""
+        if not self.word_claims:
+            return
+        words = words_of(*place)
         busy = words[self.word_writes[words] != 0]
         if len(busy):
             bad = int(busy[0])

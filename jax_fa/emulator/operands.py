@@ -12,6 +12,7 @@ from jax_fa.emulator.faults import UnknownInstructionError
 from jax_fa.emulator.machine import Frame
 from jax_fa.emulator.memory import PARAM_WINDOW
 from jax_fa.emulator.ptx import (
+    Address,
     Immediate,
     Kernel,
     Negated,
@@ -127,6 +128,20 @@ class OperandDecoder:
         sources = [self.source(item, "u4") for item in items]
         is_plain = all(SIZES[self.kind_of(item, "u4")] == 4 for item in items)
         return [source.slot for source in sources] if is_plain else None
+
+    def parameters(self, address: Address, kind: str, count: int) -> list[int] | None:
+        """Slots of consecutive values at an address in a parameter; None if it is elsewhere.
+
+        They are there from the start of a warp: every lane of every warp reads the same.
+        """
+        if not isinstance(address.base, Symbol) or address.base.name not in self.params:
+            return None
+        (size,) = (p.size for p in self.kernel.params if p.name == address.base.name)
+        if not 0 <= address.offset <= size - SIZES[kind] * count:
+            return None
+        first = self.params[address.base.name] + address.offset
+        names = (f"param {first + SIZES[kind] * index} {kind}" for index in range(count))
+        return [self._slot(name, name) for name in names]
 
     def write_rows(self, operand: Operand, kinds: list[str]) -> Callable:
         """A function (slots, arrays, mask) that stores an array into each item of a vector.
