@@ -8,10 +8,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -76,6 +79,42 @@ PyObject* PartOf(PyObject* slots, int slot, int part) {
   return PyTuple_Check(value) ? PyTuple_GetItem(value, part) : nullptr;
 }
 
+// ---- Shared memory ------------------------------------------------------------------------------
+
+// Loads from one CTA's shared memory, over the arrays of memory.py's SharedMemory.
+class SharedLoads {
+ public:
+  SharedLoads(int64_t size, uint32_t base, nb::object data, nb::object written,
+              nb::object chunk_writes, nb::object word_writes)
+      : arrays_{data, written, chunk_writes, word_writes},
+        view_{size,
+              base,
+              DataOf(data.ptr()),
+              DataOf(written.ptr()),
+              reinterpret_cast<uint16_t*>(DataOf(chunk_writes.ptr())),
+              reinterpret_cast<uint16_t*>(DataOf(word_writes.ptr()))} {}
+
+  // Loads `width` bytes from every offset. False, and `result` is of no use, if that is a fault, or
+  // if `offsets` is no array of 32-bit numbers.
+  bool Load(nb::handle offsets, int64_t width, nb::handle result) const {
+    if (Py_TYPE(offsets.ptr()) != array_type) return false;
+    const NumpyArray* array = reinterpret_cast<NumpyArray*>(offsets.ptr());
+    if (array->rank != 1 || array->strides[0] != sizeof(uint32_t)) return false;
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(array->data);
+    char* to = DataOf(result.ptr());
+    for (Py_ssize_t i = 0; i < array->extents[0]; ++i) {
+      if (!view_.Load(from[i], width, to + i * width)) return false;
+    }
+    return true;
+  }
+
+  const SharedView& view() const { return view_; }
+
+ private:
+  std::array<nb::object, 4> arrays_;  // what the view points into
+  SharedView view_;
+};
+
 // A compiled run of instructions, from and to the list that holds a warp's registers.
 class Block {
  public:
@@ -88,7 +127,8 @@ class Block {
   // (slot, leaf, second leaf of a pair or -1)
   using Output = std::tuple<int, int, int>;
 
-  Block(const std::vector<std::tuple<int, int, int, int, int>>& steps, const nb::bytes& scratch,
+  // steps: (operation, offset of the result, those of what it reads)
+  Block(const std::vector<std::vector<int>>& steps, const nb::bytes& scratch,
         std::vector<Input> inputs, std::vector<Group> groups, std::vector<Leaf> leaves,
         std::vector<Output> outputs)
       : scratch_(scratch.c_str(), scratch.c_str() + scratch.size()),
@@ -96,19 +136,23 @@ class Block {
         groups_(std::move(groups)),
         leaves_(std::move(leaves)),
         outputs_(std::move(outputs)) {
-    for (const auto& [operation, to, a, b, c] : steps) {
-      steps_.push_back({operation, to, {a, b, c}});
+    for (const std::vector<int>& numbers : steps) {
+      BlockStep step{numbers.at(0), numbers.at(1), {}};
+      if (numbers.size() > 2 + std::size(step.from)) throw std::invalid_argument("too many operands");
+      std::copy(numbers.begin() + 2, numbers.end(), step.from);
+      steps_.push_back(step);
     }
   }
 
-  // False, with nothing done, if a register is not the array that it should be.
-  bool Run(const nb::list& slots) {
+  // False, with nothing done, if a register is not the array that it should be, or a load is a fault
+  // or not one from `shared`.
+  bool Run(const nb::list& slots, const SharedLoads* shared) {
     for (const auto& [slot, part, item_bytes, offset] : inputs_) {
       const char* lanes = Lanes(PartOf(slots.ptr(), slot, part), item_bytes);
       if (lanes == nullptr) return PyErr_Clear(), false;
       std::memcpy(scratch_.data() + offset, lanes, kWarpLanes * item_bytes);
     }
-    RunBlock(steps_, scratch_.data());
+    if (!RunBlock(steps_, scratch_.data(), shared == nullptr ? nullptr : &shared->view())) return false;
     std::vector<nb::object> arrays, found;
     for (const auto& [make, item_bytes, rows] : groups_) {
       arrays.push_back(make());
@@ -139,104 +183,6 @@ class Block {
   std::vector<Output> outputs_;
 };
 
-// One mma.sync.m16n8k16 of 16-bit factors, from and to the list that holds a warp's registers.
-class WarpMultiply {
- public:
-  // Slots of the operands and of the result; makes_result: a new array [4, lanes].
-  WarpMultiply(std::array<int, 4> a, std::array<int, 2> b, std::array<int, 4> addend,
-               std::array<int, 4> result, bool is_bfloat16, std::pair<int, int> digits_and_cut,
-               nb::object makes_result)
-      : a_(a),
-        b_(b),
-        addend_(addend),
-        result_(result),
-        is_bfloat16_(is_bfloat16),
-        rule_{digits_and_cut.first, digits_and_cut.second},
-        makes_result_(std::move(makes_result)) {}
-
-  // False, with nothing done, if a register is not the array that it should be.
-  bool Run(const nb::list& slots) {
-    WarpOperands operands;
-    operands.is_bfloat16 = is_bfloat16_;
-    if (!Find(slots, a_, operands.a) || !Find(slots, b_, operands.b) ||
-        !Find(slots, addend_, operands.addend)) {
-      return PyErr_Clear(), false;
-    }
-    const nb::object rows = makes_result_();
-    MultiplyFragments(operands, rule_, reinterpret_cast<float*>(DataOf(rows.ptr())));
-    for (size_t i = 0; i < result_.size(); ++i) {
-      PyList_SetItem(slots.ptr(), result_[i], PySequence_GetItem(rows.ptr(), i));
-    }
-    return true;
-  }
-
- private:
-  template <typename Item, size_t count>
-  static bool Find(const nb::list& slots, const std::array<int, count>& numbers,
-                   std::array<const Item*, count>& found) {
-    for (size_t i = 0; i < count; ++i) {
-      const char* lanes = Lanes(PartOf(slots.ptr(), numbers[i], -1), sizeof(Item));
-      if (lanes == nullptr) return false;
-      found[i] = reinterpret_cast<const Item*>(lanes);
-    }
-    return true;
-  }
-
-  std::array<int, 4> a_;
-  std::array<int, 2> b_;
-  std::array<int, 4> addend_, result_;
-  bool is_bfloat16_;
-  DotRule rule_;
-  nb::object makes_result_;
-};
-
-// ---- Shared memory ------------------------------------------------------------------------------
-
-// Loads from one CTA's shared memory, over the arrays of memory.py's SharedMemory.
-class SharedLoads {
- public:
-  // written: a byte each, 1 where something was stored. chunk_writes, word_writes: 16 bits for
-  // every 16 and every 4 bytes, the asynchronous operations that may still write there.
-  SharedLoads(int64_t size, nb::object data, nb::object written, nb::object chunk_writes,
-              nb::object word_writes)
-      : size_(size),
-        data_(std::move(data)),
-        written_(std::move(written)),
-        chunk_writes_(std::move(chunk_writes)),
-        word_writes_(std::move(word_writes)) {}
-
-  // Loads `width` bytes from every offset. False, and `result` is of no use, if that is a fault, or
-  // if `offsets` is no array of 32-bit numbers.
-  bool Load(nb::handle offsets, int64_t width, nb::handle result) const {
-    if (Py_TYPE(offsets.ptr()) != array_type) return false;
-    const NumpyArray* array = reinterpret_cast<NumpyArray*>(offsets.ptr());
-    if (array->rank != 1 || array->strides[0] != sizeof(uint32_t)) return false;
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(array->data);
-    const char* data = DataOf(data_.ptr());
-    const char* written = DataOf(written_.ptr());
-    const uint16_t* chunk_writes = reinterpret_cast<uint16_t*>(DataOf(chunk_writes_.ptr()));
-    const uint16_t* word_writes = reinterpret_cast<uint16_t*>(DataOf(word_writes_.ptr()));
-    char* to = DataOf(result.ptr());
-    for (Py_ssize_t i = 0; i < array->extents[0]; ++i) {
-      const int64_t first = from[i], last = first + width - 1;
-      if (first % width != 0 || last >= size_) return false;
-      if (std::memchr(written + first, 0, width) != nullptr) return false;
-      for (int64_t n = first / 16; n <= last / 16; ++n) {
-        if (chunk_writes[n] != 0) return false;
-      }
-      for (int64_t n = first / 4; n <= last / 4; ++n) {
-        if (word_writes[n] != 0) return false;
-      }
-      std::memcpy(to + i * width, data + first, width);
-    }
-    return true;
-  }
-
- private:
-  int64_t size_;
-  nb::object data_, written_, chunk_writes_, word_writes_;
-};
-
 void SetInterpolation(const std::string& name, std::vector<int64_t> first,
                       std::vector<int64_t> slope, std::vector<int64_t> curve,
                       std::vector<uint16_t> square) {
@@ -261,23 +207,17 @@ void BindEmulator(nb::module_& m) {
   m.def("set_interpolation", &SetInterpolation, nb::arg("name"), nb::arg("first"), nb::arg("slope"),
         nb::arg("curve"), nb::arg("square"));
   m.def("address_of", &AddressOf, nb::arg("array"));
-  nb::class_<WarpMultiply>(m, "WarpMultiply")
-      .def(nb::init<std::array<int, 4>, std::array<int, 2>, std::array<int, 4>, std::array<int, 4>,
-                    bool, std::pair<int, int>, nb::object>(),
-           nb::arg("a"), nb::arg("b"), nb::arg("addend"), nb::arg("result"), nb::arg("is_bfloat16"),
-           nb::arg("digits_and_cut"), nb::arg("makes_result"))
-      .def("run", &WarpMultiply::Run, nb::arg("slots"));
   nb::class_<SharedLoads>(m, "SharedLoads")
-      .def(nb::init<int64_t, nb::object, nb::object, nb::object, nb::object>(), nb::arg("size"),
-           nb::arg("data"), nb::arg("written"), nb::arg("chunk_writes"), nb::arg("word_writes"))
+      .def(nb::init<int64_t, uint32_t, nb::object, nb::object, nb::object, nb::object>(),
+           nb::arg("size"), nb::arg("base"), nb::arg("data"), nb::arg("written"), nb::arg("chunk_writes"), nb::arg("word_writes"))
       .def("load", &SharedLoads::Load, nb::arg("offsets"), nb::arg("width"), nb::arg("result"));
   nb::class_<Block>(m, "Block")
-      .def(nb::init<const std::vector<std::tuple<int, int, int, int, int>>&, const nb::bytes&,
+      .def(nb::init<const std::vector<std::vector<int>>&, const nb::bytes&,
                     std::vector<Block::Input>, std::vector<Block::Group>, std::vector<Block::Leaf>,
                     std::vector<Block::Output>>(),
            nb::arg("steps"), nb::arg("scratch"), nb::arg("inputs"), nb::arg("groups"),
            nb::arg("leaves"), nb::arg("outputs"))
-      .def("run", &Block::Run, nb::arg("slots"));
+      .def("run", &Block::Run, nb::arg("slots"), nb::arg("shared").none() = nb::none());
 }
 
 }  // namespace jax_fa

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "emulator_dot.h"
+
 namespace jax_fa {
 
 Interpolation ex2_table, lg2_table, rcp_table;
@@ -371,14 +373,110 @@ void Lanes(const BlockStep& step, char* scratch) {
   Apply<Function, Result, Operands...>(step, scratch, std::index_sequence_for<Operands...>());
 }
 
+// ---- Between lanes ------------------------------------------------------------------------------
+
+// The lane that shfl takes, as the PTX ISA defines it; `lane` itself, and false, beyond its segment.
+enum class Shuffle { kUp, kDown, kButterfly, kIndex };
+
+template <Shuffle mode>
+std::pair<int, bool> SourceOf(int lane, uint32_t shift, uint32_t limit) {
+  const int segment = limit >> 8 & 31, clamp = limit & 31, b = shift & 31;
+  const int low = lane & segment, high = low | (clamp & ~segment & 31);
+  int source = low | (b & ~segment & 31);
+  if (mode == Shuffle::kUp) source = lane - b;
+  if (mode == Shuffle::kDown) source = lane + b;
+  if (mode == Shuffle::kButterfly) source = lane ^ b;
+  const bool is_inside = mode == Shuffle::kUp ? source >= high : source <= high;
+  return {is_inside ? source : lane, is_inside};
+}
+
+template <Shuffle mode>
+void Shuffled(const BlockStep& step, char* scratch) {
+  const auto values = Load<uint32_t>(scratch + step.from[0]);
+  const auto shift = Load<uint32_t>(scratch + step.from[1]);
+  const auto limit = Load<uint32_t>(scratch + step.from[2]);
+  Values<uint32_t> out;
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    out[lane] = values[SourceOf<mode>(lane, shift[lane], limit[lane]).first];
+  }
+  std::memcpy(scratch + step.to, out.data(), sizeof(out));
+}
+
+template <Shuffle mode>
+void IsInside(const BlockStep& step, char* scratch) {
+  const auto shift = Load<uint32_t>(scratch + step.from[0]);
+  const auto limit = Load<uint32_t>(scratch + step.from[1]);
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    scratch[step.to + lane] = SourceOf<mode>(lane, shift[lane], limit[lane]).second;
+  }
+}
+
+// mma.sync.m16n8k16 with a float32 result: four registers of A, two of B, four of the addend.
+template <bool is_bfloat16>
+void Multiplied(const BlockStep& step, char* scratch) {
+  WarpOperands operands;
+  operands.is_bfloat16 = is_bfloat16;
+  const auto words = [&](int i) { return reinterpret_cast<uint32_t*>(scratch + step.from[i]); };
+  for (int i = 0; i < 4; ++i) operands.a[i] = words(i);
+  for (int i = 0; i < 2; ++i) operands.b[i] = words(4 + i);
+  for (int i = 0; i < 4; ++i) {
+    operands.addend[i] = reinterpret_cast<float*>(scratch + step.from[6 + i]);
+  }
+  MultiplyFragments(operands, kWarpRule, reinterpret_cast<float*>(scratch + step.to));
+}
+
+// ---- Loads from shared memory -------------------------------------------------------------------
+
+// Consecutive items of every lane, whose address is a multiple of their size.
+template <typename Item>
+bool LoadItems(const BlockStep& step, char* scratch, const SharedView& shared) {
+  const auto addresses = Load<uint32_t>(scratch + step.from[0]);
+  const int count = step.from[1];
+  Item items[4];
+  for (int lane = 0; lane < kWarpLanes; ++lane) {
+    const uint32_t offset = addresses[lane] + step.from[2] - shared.base;
+    if (!shared.Load(offset, count * sizeof(Item), reinterpret_cast<char*>(items))) return false;
+    for (int i = 0; i < count; ++i) {
+      std::memcpy(scratch + step.to + (i * kWarpLanes + lane) * sizeof(Item), &items[i],
+                  sizeof(Item));
+    }
+  }
+  return true;
+}
+
+// ldmatrix: lane 8 j + r addresses row r of matrix j.
+template <bool is_transposed>
+bool LoadMatrices(const BlockStep& step, char* scratch, const SharedView& shared) {
+  constexpr int kRows = 8, kRowBytes = 16;
+  const auto addresses = Load<uint32_t>(scratch + step.from[0]);
+  for (int matrix = 0; matrix < step.from[1]; ++matrix) {
+    uint16_t rows[kRows][kRowBytes / 2];
+    for (int row = 0; row < kRows; ++row) {
+      const uint32_t offset = addresses[kRows * matrix + row] + step.from[2] - shared.base;
+      if (!shared.Load(offset, kRowBytes, reinterpret_cast<char*>(rows[row]))) return false;
+    }
+    uint16_t columns[kRows][kRowBytes / 2];
+    for (int i = 0; i < kRows; ++i) {
+      for (int j = 0; j < kRows; ++j) columns[i][j] = rows[j][i];
+    }
+    std::memcpy(scratch + step.to + matrix * kRows * kRowBytes, is_transposed ? columns : rows,
+                sizeof(rows));
+  }
+  return true;
+}
+
 struct Operation {
   const char* name;
   void (*run)(const BlockStep&, char*);
+  bool (*load)(const BlockStep&, char*, const SharedView&) = nullptr;
 };
 
+using U1 = uint8_t;
 using U2 = uint16_t;
 using U4 = uint32_t;
 using U8 = uint64_t;
+using I1 = int8_t;
+using I2 = int16_t;
 using I4 = int32_t;
 using I8 = int64_t;
 using Flag = uint8_t;
@@ -483,6 +581,36 @@ constexpr Operation kOperations[] = {
     {"join.u4", Lanes<Join, U8, U4, U4>},
     {"high.u4", Lanes<High, U2, U4>},
     {"high.u8", Lanes<High, U4, U8>},
+    {"add.u2", Lanes<Add, U2, U2, U2>},
+    {"sub.u2", Lanes<Subtract, U2, U2, U2>},
+    {"and.u2", Lanes<And, U2, U2, U2>},
+    {"or.u2", Lanes<Or, U2, U2, U2>},
+    {"xor.u2", Lanes<Xor, U2, U2, U2>},
+    {"shl.u2", Lanes<ShiftLeft, U2, U2, U4>},
+    {"shr.u2", Lanes<ShiftRight, U2, U2, U4>},
+    {"shr.i2", Lanes<ShiftRight, I2, I2, U4>},
+    {"mulwide.i2", Lanes<MultiplyWide<I4>, I4, I2, I2>},
+    {"mulwide.u2", Lanes<MultiplyWide<U4>, U4, U2, U2>},
+    {"i4.i2", Lanes<Convert<I4>, I4, I2>},
+    {"i2.i1", Lanes<Convert<I2>, I2, I1>},
+    {"i1.i4", Lanes<Convert<I1>, I1, I4>},
+    {"u1.u2", Lanes<Convert<U1>, U1, U2>},
+    {"u2.u1", Lanes<Convert<U2>, U2, U1>},
+    {"shfl.up", Shuffled<Shuffle::kUp>},
+    {"shfl.down", Shuffled<Shuffle::kDown>},
+    {"shfl.bfly", Shuffled<Shuffle::kButterfly>},
+    {"shfl.idx", Shuffled<Shuffle::kIndex>},
+    {"inside.up", IsInside<Shuffle::kUp>},
+    {"inside.down", IsInside<Shuffle::kDown>},
+    {"inside.bfly", IsInside<Shuffle::kButterfly>},
+    {"inside.idx", IsInside<Shuffle::kIndex>},
+    {"mma.bf16", Multiplied<true>},
+    {"mma.f16", Multiplied<false>},
+    {"load.u2", nullptr, LoadItems<U2>},
+    {"load.u4", nullptr, LoadItems<U4>},
+    {"load.u8", nullptr, LoadItems<U8>},
+    {"ldmatrix", nullptr, LoadMatrices<false>},
+    {"ldmatrix.trans", nullptr, LoadMatrices<true>},
 };
 
 }  // namespace
@@ -496,8 +624,30 @@ const std::vector<std::string>& BlockOperations() {
   return names;
 }
 
-void RunBlock(const std::vector<BlockStep>& steps, char* scratch) {
-  for (const BlockStep& step : steps) kOperations[step.operation].run(step, scratch);
+bool SharedView::Load(int64_t first, int64_t width, char* to) const {
+  const int64_t last = first + width - 1;
+  if (first % width != 0 || last >= size) return false;
+  if (std::memchr(written + first, 0, width) != nullptr) return false;
+  for (int64_t n = first / 16; n <= last / 16; ++n) {
+    if (chunk_writes[n] != 0) return false;
+  }
+  for (int64_t n = first / 4; n <= last / 4; ++n) {
+    if (word_writes[n] != 0) return false;
+  }
+  std::memcpy(to, data + first, width);
+  return true;
+}
+
+bool RunBlock(const std::vector<BlockStep>& steps, char* scratch, const SharedView* shared) {
+  for (const BlockStep& step : steps) {
+    const Operation& operation = kOperations[step.operation];
+    if (operation.run != nullptr) {
+      operation.run(step, scratch);
+    } else if (shared == nullptr || !operation.load(step, scratch, *shared)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace jax_fa

@@ -15,14 +15,29 @@ constexpr int kWarpLanes = 32;
 struct BlockStep {
   int32_t operation;  // index in BlockOperations()
   int32_t to;
-  int32_t from[3];
+  // Offsets. Of loads: the address, how many rows of the result, what is added to the address.
+  int32_t from[10];
+};
+
+// One CTA's shared memory, over the arrays of memory.py's SharedMemory.
+struct SharedView {
+  int64_t size;
+  uint32_t base;  // what the addresses of its bytes begin with
+  const char* data;
+  const char* written;           // for every byte, 1 if something was stored there
+  const uint16_t* chunk_writes;  // for every 16 bytes, the operations that may still write there
+  const uint16_t* word_writes;   // for every 4 bytes
+
+  // Loads `width` bytes from an offset, or gives false if that is a fault.
+  bool Load(int64_t first, int64_t width, char* to) const;
 };
 
 // Names of the operations: what is done, then the kinds of values.py. "fma.f4" is one.
 const std::vector<std::string>& BlockOperations();
 
-// Runs the steps in order.
-void RunBlock(const std::vector<BlockStep>& steps, char* scratch);
+// Runs the steps in order. False, and what is in `scratch` is of no use, if a load is a fault or does
+// not read `shared`.
+bool RunBlock(const std::vector<BlockStep>& steps, char* scratch, const SharedView* shared);
 
 // Rows (first, slope, curve) and squares by which a special function interpolates, see mufu.py.
 struct Interpolation {

@@ -37,7 +37,7 @@ void TestRun() {
             {Find("mul.f4"), 3 * kBytes, {2 * kBytes, kBytes, 0}},
             {Find("join.u4"), 4 * kBytes, {0, 3 * kBytes, 0}},
             {Find("high.u8"), 6 * kBytes, {4 * kBytes, 0, 0}}},
-           scratch.data());
+           scratch.data(), nullptr);
   std::memcpy(found, scratch.data() + 6 * kBytes, kBytes);
   for (int lane = 0; lane < kWarpLanes; ++lane) {
     Check(found[lane] == (a[lane] + b[lane]) * b[lane], "a run of steps");

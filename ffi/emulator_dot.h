@@ -22,6 +22,9 @@ struct DotRule {
   int cut;     // binary digits of the result
 };
 
+// Of mma.sync, and of wgmma with 16-bit factors.
+constexpr DotRule kWarpRule{25, 23};
+
 // An accumulator [a.rows, b.rows]; null values for zero.
 struct DotAddend {
   const float* values;

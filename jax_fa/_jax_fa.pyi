@@ -45,11 +45,11 @@ def address_of(array: np.ndarray) -> int: ...
 class Block:
     def __init__(
         self,
-        steps: Sequence[tuple[int, int, int, int, int]],
+        steps: Sequence[Sequence[int]],
         scratch: bytes,
         inputs: Sequence[tuple[int, int, int, int]],
         groups: Sequence[tuple[Callable[[], np.ndarray], int, Sequence[int]]],
         leaves: Sequence[tuple[int, int, int]],
         outputs: Sequence[tuple[int, int, int]],
     ) -> None: ...
-    def run(self, slots: list[Any]) -> bool: ...
+    def run(self, slots: list[Any], shared: SharedLoads | None = None) -> bool: ...

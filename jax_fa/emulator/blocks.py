@@ -1,13 +1,16 @@
-"""Straight runs of arithmetic as single steps of the compiled core (ffi/emulator_block.cc).
+"""Straight runs of instructions as single steps of the compiled core (ffi/emulator_block.cc).
 
 A run reads registers, computes in a memory of its own, and writes those registers that something
-may read afterwards: creating 32-lane arrays is what most of the time goes into. Only full warps
+may read afterwards: creating 32-lane arrays is what most of the time goes into. It holds arithmetic,
+and what else reads nothing but registers, parameters and the CTA's own shared memory, so that it can
+be given up before it has changed anything: the steps one by one then find the fault. Only full warps
 take it, and runs are compiled when they are met first. Without the extension nothing is joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +21,7 @@ from jax_fa.emulator.loadstore import loaded_kind
 from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.program import Segment
 from jax_fa.emulator.ptx import (
+    Both,
     Immediate,
     Instruction,
     Operand,
@@ -30,7 +34,7 @@ from jax_fa.emulator.ptx import (
 from jax_fa.emulator.registry import Pure, Unit
 from jax_fa.emulator.values import DTYPES, LANES, SIZES, Value
 
-SHORTEST = 3
+SHORTEST = 2
 """Instructions from which on a run is worth its call."""
 
 
@@ -94,6 +98,20 @@ def _operations() -> dict[tuple[str, int], str]:
     add("cvt.f32.f16", 1, "f4.f16")
     add("cvt.s64.s32", 1, "i8.i4")
     add("cvt.u64.u32", 1, "u8.u4")
+    for name in ("add", "sub"):
+        add(f"{name}.s16 {name}.u16 {name}.b16", 2, f"{name}.u2")
+    for name in ("and", "or", "xor"):
+        add(f"{name}.b16", 2, f"{name}.u2")
+    add("shl.b16", 2, "shl.u2")
+    add("shr.u16 shr.b16", 2, "shr.u2")
+    add("shr.s16", 2, "shr.i2")
+    add("mul.wide.s16", 2, "mulwide.i2")
+    add("mul.wide.u16", 2, "mulwide.u2")
+    add("cvt.u32.u16", 1, "u4.u2")
+    add("cvt.u16.u32", 1, "u2.u4")
+    add("cvt.s32.s16", 1, "i4.i2")
+    add("cvt.s16.s8", 1, "i2.i1")
+    add("cvt.s8.s32", 1, "i1.i4")
     add("cvt.u32.u64 cvt.s32.s64 cvt.u32.s64 cvt.s32.u64", 1, "u4.u8")
     return found
 
@@ -103,7 +121,19 @@ _MOVES = {f"mov.{type_}" for type_ in "b32 b64 u32 s32 u64 s64 f32 f64 pred b16 
 _SELECTS = {f"selp.{type_}" for type_ in "b32 b64 u32 s32 u64 s64 f32".split()}
 # Size of a part of a register of so many bytes, and what joins two of them, or takes one.
 _JOINS = {4: (2, "join.u2", "u2.u4", "high.u4"), 8: (4, "join.u4", "u4.u8", "high.u8")}
-_RESIZE = {(2, 4): "u4.u2", (4, 8): "u8.u4", (8, 4): "u4.u8", (4, 2): "u2.u4"}
+_RESIZE = {
+    (1, 2): "u2.u1",
+    (2, 4): "u4.u2",
+    (4, 8): "u8.u4",
+    (8, 4): "u4.u8",
+    (4, 2): "u2.u4",
+    (2, 1): "u1.u2",
+}
+
+_SHUFFLE = re.compile(r"shfl\.sync\.(up|down|bfly|idx)\.b32")
+_PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32")
+_MATRICES = re.compile(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16")
+_LOAD = re.compile(r"ld\.shared(?:\.v([24]))?\.([bfsu](?:16|32|64))")
 
 
 def _codes() -> dict[str, int]:
@@ -130,9 +160,8 @@ def serves(decoder: OperandDecoder, instruction: Instruction, unit: Pure | Unit)
     if not CODES or instruction.guard is not None:
         return False
     if isinstance(unit, Unit):
-        if unit.prefix == "mov":
-            return _is_join_or_split(decoder, *instruction.operands)
-        return _parameters(decoder, instruction) is not None
+        rule = _RULES.get(unit.prefix)
+        return rule is not None and rule.serves(decoder, instruction)
     target, *operands = instruction.operands
     opcode = instruction.opcode
     is_known = (opcode, len(operands)) in OPERATIONS or opcode in _MOVES or opcode in _SELECTS
@@ -153,6 +182,11 @@ def _same(decoder: OperandDecoder, target: Register) -> str:
     return decoder.homes[target.number]
 
 
+def _items(operand: Operand) -> tuple[Operand, ...]:
+    """What a vector consists of, or the single operand."""
+    return operand.items if isinstance(operand, Vector) else (operand,)
+
+
 class _Loaded(NamedTuple):
     """An item of what a load writes, and the slot and kind of its value."""
 
@@ -166,20 +200,76 @@ def _parameters(decoder: OperandDecoder, instruction: Instruction) -> list[_Load
     if not instruction.opcode.startswith("ld.param."):
         return None
     target, address = instruction.operands
-    items = target.items if isinstance(target, Vector) else (target,)
+    items = _items(target)
     kind = loaded_kind(instruction.opcode.rpartition(".")[2])
     slots = decoder.parameters(address, kind, len(items))
     if slots is None:
         return None
-    are_served = all(
-        isinstance(item, Sink) or isinstance(item, Register) and _converts(kind, decoder.home(item))
-        for item in items
+    return [_Loaded(item, slot, kind) for item, slot in zip(items, slots, strict=True)]
+
+
+def _loaded(instruction: Instruction) -> tuple[str, tuple[Operand, ...]]:
+    """The kind of what a load from shared memory gives, and where that goes."""
+    return loaded_kind(_LOAD.fullmatch(instruction.opcode)[2]), _items(instruction.operands[0])
+
+
+def _is_load(decoder: OperandDecoder, instruction: Instruction) -> bool:
+    parameters = _parameters(decoder, instruction)
+    if parameters is not None:
+        return all(_takes(decoder, item, kind) for item, _, kind in parameters)
+    match = _LOAD.fullmatch(instruction.opcode)
+    if match is None:
+        return False
+    kind, items = _loaded(instruction)
+    is_complete = len(items) == int(match[1] or 1)
+    return is_complete and _reads_shared(decoder, instruction, kind)
+
+
+def _is_matrix_load(decoder: OperandDecoder, instruction: Instruction) -> bool:
+    match = _MATRICES.fullmatch(instruction.opcode)
+    if match is None or len(_items(instruction.operands[0])) != int(match[1]):
+        return False
+    return _reads_shared(decoder, instruction, "u4")
+
+
+def _reads_shared(decoder: OperandDecoder, instruction: Instruction, kind: str) -> bool:
+    """True if a run can read the address of a load, and take what it gives."""
+    target, address = instruction.operands
+    are_taken = all(_takes(decoder, item, kind) for item in _items(target))
+    return are_taken and _reads(decoder, address.base, "u4")
+
+
+def _is_shuffle(decoder: OperandDecoder, instruction: Instruction) -> bool:
+    target, *operands = instruction.operands
+    value, flag = (target.first, target.second) if isinstance(target, Both) else (target, Sink())
+    return (
+        _SHUFFLE.fullmatch(instruction.opcode) is not None
+        and _takes(decoder, value, "u4")
+        and _takes(decoder, flag, "pred")
+        and all(_reads(decoder, operand, "u4") for operand in operands)
     )
-    found = zip(items, slots, strict=True)
-    return [_Loaded(item, slot, kind) for item, slot in found] if are_served else None
 
 
-def _is_join_or_split(decoder: OperandDecoder, target: Operand, source: Operand) -> bool:
+def _is_product(decoder: OperandDecoder, instruction: Instruction) -> bool:
+    if _PRODUCT.fullmatch(instruction.opcode) is None:
+        return False
+    d, a, b, c = (_items(operand) for operand in instruction.operands)
+    return (
+        (len(d), len(a), len(b), len(c)) == (4, 4, 2, 4)
+        and all(_takes(decoder, item, "f4") for item in d)
+        and all(_reads(decoder, item, "u4") for item in (*a, *b))
+        and all(_reads(decoder, item, "f4") for item in c)
+    )
+
+
+def _takes(decoder: OperandDecoder, item: Operand, kind: str) -> bool:
+    """True if a run can put a value of a kind where an instruction wants it."""
+    is_register = isinstance(item, Register)
+    return isinstance(item, Sink) or is_register and _converts(kind, decoder.home(item))
+
+
+def _is_join_or_split(decoder: OperandDecoder, instruction: Instruction) -> bool:
+    target, source = instruction.operands
     vector, whole = (target, source) if isinstance(target, Vector) else (source, target)
     if not isinstance(vector, Vector) or len(vector.items) != 2 or not isinstance(whole, Register):
         return False
@@ -213,8 +303,10 @@ def _converts(have: str, want: str) -> bool:
     """True if a run can do what values.converter does."""
     if have == want:
         return True
-    if "pred" in (have, want) or 1 in (SIZES[have], SIZES[want]):
+    if "pred" in (have, want):
         return False
+    if 1 in (SIZES[have], SIZES[want]):
+        return "u2" in (have, want)
     return have[0] != "i" or SIZES[have] >= SIZES[want]
 
 
@@ -242,7 +334,8 @@ class _Compiler:
 
     def __init__(self, decoder: OperandDecoder) -> None:
         self.decoder = decoder
-        self.steps: list[tuple[int, int, int, int, int]] = []
+        self.steps: list[tuple[int, ...]] = []
+        self.counts: list[tuple[str, int]] = []
         self.size = 0
         self.offsets: dict[_Input, int] = {}
         self.values: dict[int, _Any] = {}
@@ -254,15 +347,10 @@ class _Compiler:
 
     def add(self, instruction: Instruction, unit: Pure | Unit) -> None:
         """One instruction."""
-        for item, slot, kind in _parameters(self.decoder, instruction) or ():
-            if isinstance(item, Register):
-                value = self._convert(self._value(slot, kind), kind, self.decoder.home(item))
-                self._set(item, value)
-        target, *operands = instruction.operands
         if isinstance(unit, Unit):
-            if unit.prefix == "mov":
-                self._move_vector(target, operands[0])
+            _RULES[unit.prefix].add(self, instruction)
             return
+        target, *operands = instruction.operands
         home = self.decoder.home(target)
         opcode = instruction.opcode
         if opcode in _MOVES:
@@ -284,7 +372,9 @@ class _Compiler:
             result = self._emit(operation, SIZES[unit.result], read)
         self._set(target, self._convert(result, unit.result, home))
 
-    def _move_vector(self, target: Operand, source: Operand) -> None:
+    def move_vector(self, instruction: Instruction) -> None:
+        """Handles mov between a register and its halves."""
+        target, source = instruction.operands
         if isinstance(target, Vector):
             home = self.decoder.home(source)
             part, _, low, high = _JOINS[SIZES[home]]
@@ -304,6 +394,65 @@ class _Compiler:
         is_pair = home == "pair"
         whole = (first, second) if is_pair else self._emit(join, SIZES[home], [first, second])
         self._set(target, whole)
+
+    def load(self, instruction: Instruction) -> None:
+        """A load from parameters or from shared memory."""
+        parameters = _parameters(self.decoder, instruction)
+        if parameters is not None:
+            for item, slot, kind in parameters:
+                self._set_all([item], [self._value(slot, kind)], kind)
+            return
+        kind, items = _loaded(instruction)
+        rows = self._emit_load(f"load.u{SIZES[kind]}", instruction, SIZES[kind], len(items))
+        self._set_all(items, rows, kind)
+
+    def load_matrices(self, instruction: Instruction) -> None:
+        """Handles ldmatrix."""
+        items = _items(instruction.operands[0])
+        operation = "ldmatrix.trans" if ".trans." in instruction.opcode else "ldmatrix"
+        self._set_all(items, self._emit_load(operation, instruction, 4, len(items)), "u4")
+        self.counts.append(("bytes ldmatrix", 4 * LANES * len(items)))
+
+    def shuffle(self, instruction: Instruction) -> None:
+        """Handles shfl.sync, of a full warp."""
+        target, source, shift, limit, _ = instruction.operands
+        value, flag = (target.first, target.second) if isinstance(target, Both) else (target, Sink())
+        mode = _SHUFFLE.fullmatch(instruction.opcode)[1]
+        where = [self._read(shift, "u4"), self._read(limit, "u4")]
+        taken = self._emit(f"shfl.{mode}", 4, [self._read(source, "u4"), *where])
+        self._set_all([value], [taken], "u4")
+        if isinstance(flag, Register):
+            self._set(flag, self._emit(f"inside.{mode}", 1, where))
+
+    def multiply(self, instruction: Instruction) -> None:
+        """Handles mma.sync."""
+        d, a, b, c = (_items(operand) for operand in instruction.operands)
+        factors = [self._read(item, "u4") for item in (*a, *b)]
+        addends = [self._read(item, "f4") for item in c]
+        type_ = _PRODUCT.fullmatch(instruction.opcode)[1]
+        first = self._emit(f"mma.{type_}", 4, [*factors, *addends], rows=len(d))
+        self._set_all(d, self._rows(first, len(d)), "f4")
+        self.counts.append(("flops mma.sync", 2 * 16 * 8 * 16))
+
+    def _set_all(self, items: Sequence[Operand], values: Sequence[_Any], kind: str) -> None:
+        """Values of a kind into what an instruction writes."""
+        for item, value in zip(items, values, strict=True):
+            if isinstance(item, Register):
+                self._set(item, self._convert(value, kind, self.decoder.home(item)))
+
+    def _emit_load(
+        self, operation: str, instruction: Instruction, size: int, rows: int
+    ) -> list[_Computed]:
+        address = instruction.operands[1]
+        place = self._offset(self._read(address.base, "u4"))
+        result = _Computed(self._allocate(size * rows), size)
+        self.steps.append((CODES[operation], result.offset, place, rows, address.offset))
+        return self._rows(result, rows)
+
+    def _rows(self, first: _Computed, count: int) -> list[_Computed]:
+        """A result of several rows, row by row."""
+        size = first.size
+        return [_Computed(first.offset + size * LANES * row, size) for row in range(count)]
 
     def _read(self, operand: Operand, kind: str) -> _Any:
         """An operand as `kind`."""
@@ -331,6 +480,8 @@ class _Compiler:
         if want == "pair":
             whole = self._convert(value, have, "u8")
             return self._emit("u4.u8", 4, [whole]), self._emit("high.u8", 4, [whole])
+        if have == "i1":
+            return self._emit("i2.i1", 2, [value])
         size, wanted = SIZES[have], SIZES[want]
         while size != wanted:
             following = size * 2 if wanted > size else size // 2
@@ -338,11 +489,12 @@ class _Compiler:
             size = following
         return value
 
-    def _emit(self, operation: str, size: int, operands: list[_Any]) -> _Computed:
+    def _emit(
+        self, operation: str, size: int, operands: list[_Any], *, rows: int = 1
+    ) -> _Computed:
         places = [self._offset(operand) for operand in operands]
-        result = _Computed(self._allocate(size), size)
-        a, b, c = (places + [0, 0])[:3]
-        self.steps.append((CODES[operation], result.offset, a, b, c))
+        result = _Computed(self._allocate(size * rows), size)
+        self.steps.append((CODES[operation], result.offset, *places))
         return result
 
     def _offset(self, value: _Lanes) -> int:
@@ -411,6 +563,23 @@ class _Compiler:
                 places.append(offset)
             key = (kind, places.index(offset), -1)
         return leaves.setdefault(key, len(leaves))
+
+
+class _Rule(NamedTuple):
+    """Whether a run may hold an instruction that is not pure, and how it is added."""
+
+    serves: Callable[[OperandDecoder, Instruction], bool]
+    add: Callable[[_Compiler, Instruction], None]
+
+
+# By the name under which they are registered. What depends on the mask is for full warps.
+_RULES = {
+    "mov": _Rule(_is_join_or_split, _Compiler.move_vector),
+    "ld": _Rule(_is_load, _Compiler.load),
+    "ldmatrix.sync.aligned": _Rule(_is_matrix_load, _Compiler.load_matrices),
+    "shfl.sync": _Rule(_is_shuffle, _Compiler.shuffle),
+    "mma.sync.aligned": _Rule(_is_product, _Compiler.multiply),
+}
 
 
 def join_runs(decoder: OperandDecoder, segments: list[Segment], following: list[list[int]]) -> None:
@@ -493,17 +662,22 @@ def _lazy_step(
 ) -> Callable[[object], None]:
     """The step of a run, compiled at its first execution."""
     first, end = where
-    run: Callable[[list], bool] | None = None
+    run: Callable[[list, object], bool] | None = None
+    counts: list[tuple[str, int]] = []
 
     def step(warp: object) -> None:
-        nonlocal run
+        nonlocal run, counts
         if run is None:
             compiler = _Compiler(decoder)
             for position in range(first, end):
                 compiler.add(segment.steps[position], segment.deferred[position])
             run = compiler.block([n for n in compiler.written if live >> n & 1]).run
-        if not run(warp.slots):
+            counts = compiler.counts
+        if not run(warp.slots, warp.cta.shared.loads):
             for position in range(first, end):
                 segment.step(position, is_full=True)(warp)
+            return
+        for name, amount in counts:
+            warp.machine.count(name, amount)
 
     return step

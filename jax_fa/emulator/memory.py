@@ -201,7 +201,7 @@ class SharedMemory:
         self.claims: dict[Claim, None] = {}
         self.word_claims = 0
         self.loads = native.core and native.core.SharedLoads(
-            self.size, self.data, self.written, self.writes, self.word_writes
+            self.size, self.base, self.data, self.written, self.writes, self.word_writes
         )
         # Decoded matrix operands, valid while `version` does not change.
         self.version = self.cache_version = 0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
-from jax_fa.emulator import native
 from jax_fa.emulator.cta import Warp
 from jax_fa.emulator.dot import Factors, Rule, multiply_add
 from jax_fa.emulator.faults import OutOfBoundsError
@@ -104,33 +101,13 @@ def multiply(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     if (len(a_reads), len(b_reads)) != (2 * words, words):
         raise mods.error(f"needs {2 * words} registers of A and {words} of B")
     rule = Rule(a_type, d_type)
-    run_compiled = _compiled(decoder, ins, depth, rule)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         warp.need_full(mask, ins.opcode)
         warp.machine.count("flops mma.sync", 2 * 16 * 8 * depth)
         slots = warp.slots
-        if mask is FULL and run_compiled is not None and run_compiled(slots):
-            return
         a_factors = Factors.of(a_fragment([r(slots) for r in a_reads], a_type), a_type)
         b_factors = Factors.of(b_fragment([r(slots) for r in b_reads], b_type), b_type)
         result.store(slots, multiply_add(a_factors, b_factors, addend.load(slots), rule), mask)
 
     return run
-
-
-def _compiled(
-    decoder: OperandDecoder, ins: Instruction, depth: int, rule: Rule
-) -> Callable[[list], bool] | None:
-    """The product by the compiled core, if it serves; False where it does not after all."""
-    d, a, b, c = (decoder.word_slots(operand) for operand in ins.operands)
-    is_served = depth == 16 and rule.type in ("f16", "bf16") and rule.result == "f32"
-    if native.core is None or not is_served or None in (a, b, c, d):
-        return None
-    homes = {decoder.home(register) for register in ins.operands[0].items}
-    if len(homes) > 1:
-        return None
-    makes_result = partial(np.empty, (4, LANES), DTYPES[homes.pop()])
-    digits_and_cut = rule.digits, rule.cut
-    is_bfloat16 = rule.type == "bf16"
-    return native.core.WarpMultiply(a, b, c, d, is_bfloat16, digits_and_cut, makes_result).run
