@@ -79,40 +79,192 @@ PyObject* PartOf(PyObject* slots, int slot, int part) {
   return PyTuple_Check(value) ? PyTuple_GetItem(value, part) : nullptr;
 }
 
-// ---- Shared memory ------------------------------------------------------------------------------
+// ---- Memory -------------------------------------------------------------------------------------
 
-// Loads from one CTA's shared memory, over the arrays of memory.py's SharedMemory.
-class SharedLoads {
+// A vector of numbers, or none if the object is no such array.
+template <typename Item>
+struct Numbers {
+  explicit Numbers(nb::handle object) {
+    if (Py_TYPE(object.ptr()) != array_type) return;
+    const NumpyArray* array = reinterpret_cast<NumpyArray*>(object.ptr());
+    if (array->rank != 1 || array->strides[0] != sizeof(Item)) return;
+    data = reinterpret_cast<const Item*>(array->data);
+    size = array->extents[0];
+  }
+
+  const Item* data = nullptr;
+  Py_ssize_t size = 0;
+};
+
+// Values [addresses, count] that lie one after the other, of so many bytes in all at each address.
+struct Rows {
+  Rows(nb::handle object, Py_ssize_t count, int64_t bytes) {
+    const NumpyArray* array = reinterpret_cast<NumpyArray*>(object.ptr());
+    if (Py_TYPE(object.ptr()) != array_type || array->rank != 2) return;
+    const Py_ssize_t item = array->extents[1] > 0 ? bytes / array->extents[1] : 0;
+    const bool fits = array->extents[0] == count && array->strides[0] == bytes &&
+                      array->strides[1] == item;
+    if (fits) data = array->data;
+  }
+
+  char* data = nullptr;
+};
+
+template <typename Item>
+Item* ItemsOf(const nb::object& array) {
+  return reinterpret_cast<Item*>(DataOf(array.ptr()));
+}
+
+// Accesses to one CTA's shared memory, over the arrays of memory.py's SharedMemory. Each gives false,
+// with nothing done, if it is a fault or if an argument is no array of the expected numbers.
+class SharedCore {
  public:
-  SharedLoads(int64_t size, uint32_t base, nb::object data, nb::object written,
-              nb::object chunk_writes, nb::object word_writes)
-      : arrays_{data, written, chunk_writes, word_writes},
-        view_{size,
-              base,
-              DataOf(data.ptr()),
-              DataOf(written.ptr()),
-              reinterpret_cast<uint16_t*>(DataOf(chunk_writes.ptr())),
-              reinterpret_cast<uint16_t*>(DataOf(word_writes.ptr()))} {}
+  // bytes: what is stored, and 1 where something was. chunks: of every 16 bytes the owner, and how
+  // many asynchronous operations may still read and write it. word_writes: of every 4 bytes.
+  SharedCore(int64_t size, uint32_t base, std::array<nb::object, 2> bytes,
+             std::array<nb::object, 3> chunks, nb::object word_writes)
+      : bytes_(std::move(bytes)),
+        chunks_(std::move(chunks)),
+        word_writes_(std::move(word_writes)),
+        data_(ItemsOf<char>(bytes_[0])),
+        written_(ItemsOf<char>(bytes_[1])),
+        owner_(ItemsOf<uint16_t>(chunks_[0])),
+        reads_(ItemsOf<uint16_t>(chunks_[1])),
+        num_chunks_(reinterpret_cast<NumpyArray*>(chunks_[0].ptr())->extents[0]),
+        view_{size, base, data_, written_, ItemsOf<uint16_t>(chunks_[2]),
+              ItemsOf<uint16_t>(word_writes_)} {}
 
-  // Loads `width` bytes from every offset. False, and `result` is of no use, if that is a fault, or
-  // if `offsets` is no array of 32-bit numbers.
+  // `width` bytes from every offset.
   bool Load(nb::handle offsets, int64_t width, nb::handle result) const {
-    if (Py_TYPE(offsets.ptr()) != array_type) return false;
-    const NumpyArray* array = reinterpret_cast<NumpyArray*>(offsets.ptr());
-    if (array->rank != 1 || array->strides[0] != sizeof(uint32_t)) return false;
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(array->data);
-    char* to = DataOf(result.ptr());
-    for (Py_ssize_t i = 0; i < array->extents[0]; ++i) {
-      if (!view_.Load(from[i], width, to + i * width)) return false;
+    const Numbers<uint32_t> from(offsets);
+    const Rows to(result, from.size, width);
+    if (from.data == nullptr || to.data == nullptr) return false;
+    for (Py_ssize_t i = 0; i < from.size; ++i) {
+      if (!view_.Load(from.data[i], width, to.data + i * width)) return false;
     }
+    return true;
+  }
+
+  // Values of `width` bytes to every offset, by a warp's generic stores.
+  bool Store(nb::handle offsets, int64_t width, nb::handle values, int warp) {
+    const Numbers<uint32_t> to(offsets);
+    const Rows from(values, to.size, width);
+    if (to.data == nullptr || from.data == nullptr || width > 16) return false;
+    for (Py_ssize_t i = 0; i < to.size; ++i) {
+      const int64_t first = to.data[i], last = first + width - 1;
+      if (first % width != 0 || last >= view_.size) return false;
+      if (reads_[first / 16] != 0 || view_.chunk_writes[first / 16] != 0) return false;
+      for (int64_t n = first / 4; n <= last / 4; ++n) {
+        if (view_.word_writes[n] != 0) return false;
+      }
+    }
+    for (Py_ssize_t i = 0; i < to.size; ++i) {
+      std::memcpy(data_ + to.data[i], from.data + i * width, width);
+      std::memset(written_ + to.data[i], 1, width);
+      owner_[to.data[i] / 16] = static_cast<uint16_t>(warp + 1);
+    }
+    return true;
+  }
+
+  // An asynchronous operation may read chunks from now on, all of which were written.
+  bool BeginRead(nb::handle chunks) {
+    const Numbers<int64_t> found(chunks);
+    if (found.data == nullptr) return false;
+    for (Py_ssize_t i = 0; i < found.size; ++i) {
+      const int64_t chunk = found.data[i];
+      if (chunk < 0 || chunk >= num_chunks_ || owner_[chunk] != 0) return false;
+      uint64_t words[3];
+      std::memcpy(words, view_.word_writes + 4 * chunk, sizeof(uint64_t));
+      std::memcpy(words + 1, written_ + 16 * chunk, 2 * sizeof(uint64_t));
+      if (view_.chunk_writes[chunk] != 0 || words[0] != 0) return false;
+      if (words[1] != kWritten || words[2] != kWritten) return false;
+    }
+    for (Py_ssize_t i = 0; i < found.size; ++i) ++reads_[found.data[i]];
+    return true;
+  }
+
+  // It no longer reads them.
+  bool EndRead(nb::handle chunks) {
+    const Numbers<int64_t> found(chunks);
+    if (found.data == nullptr) return false;
+    for (Py_ssize_t i = 0; i < found.size; ++i) --reads_[found.data[i]];
     return true;
   }
 
   const SharedView& view() const { return view_; }
 
  private:
-  std::array<nb::object, 4> arrays_;  // what the view points into
+  static constexpr uint64_t kWritten = 0x0101010101010101;
+
+  std::array<nb::object, 2> bytes_;  // these keep alive what the others point into
+  std::array<nb::object, 3> chunks_;
+  nb::object word_writes_;
+  char *data_, *written_;
+  uint16_t *owner_, *reads_;
+  int64_t num_chunks_;
   SharedView view_;
+};
+
+// Accesses to global memory, the registered arrays; false as above.
+class GlobalCore {
+ public:
+  void Add(uint64_t base, nb::object data, bool is_writeable) {
+    const NumpyArray* array = reinterpret_cast<NumpyArray*>(data.ptr());
+    const uint64_t end = base + array->extents[0];
+    regions_.push_back({base, end, array->data, is_writeable, std::move(data)});
+  }
+
+  bool Load(nb::handle addresses, int64_t width, nb::handle result) const {
+    const Numbers<uint64_t> from(addresses);
+    const Rows to(result, from.size, width);
+    if (from.data == nullptr || to.data == nullptr) return false;
+    const Region* region = nullptr;
+    for (Py_ssize_t i = 0; i < from.size; ++i) {
+      region = Find(from.data[i], width, region);
+      if (region == nullptr) return false;
+      std::memcpy(to.data + i * width, region->data + (from.data[i] - region->base), width);
+    }
+    return true;
+  }
+
+  bool Store(nb::handle addresses, int64_t width, nb::handle values) const {
+    const Numbers<uint64_t> to(addresses);
+    const Rows from(values, to.size, width);
+    if (to.data == nullptr || from.data == nullptr) return false;
+    const Region* region = nullptr;
+    for (Py_ssize_t i = 0; i < to.size; ++i) {
+      region = Find(to.data[i], width, region);
+      if (region == nullptr || !region->is_writeable) return false;
+    }
+    for (Py_ssize_t i = 0; i < to.size; ++i) {
+      region = Find(to.data[i], width, region);
+      std::memcpy(region->data + (to.data[i] - region->base), from.data + i * width, width);
+    }
+    return true;
+  }
+
+ private:
+  struct Region {
+    uint64_t base, end;
+    char* data;
+    bool is_writeable;
+    nb::object array;  // keeps `data` alive
+  };
+
+  // The region of an aligned access, null if there is none; most often it is the one before.
+  const Region* Find(uint64_t address, uint64_t width, const Region* before) const {
+    const auto holds = [&](const Region& region) {
+      return address >= region.base && address < region.end && region.end - address >= width;
+    };
+    const Region* found = before;
+    if (found == nullptr || !holds(*found)) {
+      const auto place = std::find_if(regions_.begin(), regions_.end(), holds);
+      found = place == regions_.end() ? nullptr : &*place;
+    }
+    return found == nullptr || (address - found->base) % width != 0 ? nullptr : found;
+  }
+
+  std::vector<Region> regions_;
 };
 
 // A compiled run of instructions, from and to the list that holds a warp's registers.
@@ -146,7 +298,7 @@ class Block {
 
   // False, with nothing done, if a register is not the array that it should be, or a load is a fault
   // or not one from `shared`.
-  bool Run(const nb::list& slots, const SharedLoads* shared) {
+  bool Run(const nb::list& slots, const SharedCore* shared) {
     for (const auto& [slot, part, item_bytes, offset] : inputs_) {
       const char* lanes = Lanes(PartOf(slots.ptr(), slot, part), item_bytes);
       if (lanes == nullptr) return PyErr_Clear(), false;
@@ -207,10 +359,22 @@ void BindEmulator(nb::module_& m) {
   m.def("set_interpolation", &SetInterpolation, nb::arg("name"), nb::arg("first"), nb::arg("slope"),
         nb::arg("curve"), nb::arg("square"));
   m.def("address_of", &AddressOf, nb::arg("array"));
-  nb::class_<SharedLoads>(m, "SharedLoads")
-      .def(nb::init<int64_t, uint32_t, nb::object, nb::object, nb::object, nb::object>(),
-           nb::arg("size"), nb::arg("base"), nb::arg("data"), nb::arg("written"), nb::arg("chunk_writes"), nb::arg("word_writes"))
-      .def("load", &SharedLoads::Load, nb::arg("offsets"), nb::arg("width"), nb::arg("result"));
+  nb::class_<SharedCore>(m, "SharedCore")
+      .def(nb::init<int64_t, uint32_t, std::array<nb::object, 2>, std::array<nb::object, 3>,
+                    nb::object>(),
+           nb::arg("size"), nb::arg("base"), nb::arg("bytes"), nb::arg("chunks"),
+           nb::arg("word_writes"))
+      .def("load", &SharedCore::Load, nb::arg("offsets"), nb::arg("width"), nb::arg("result"))
+      .def("store", &SharedCore::Store, nb::arg("offsets"), nb::arg("width"), nb::arg("values"),
+           nb::arg("warp"))
+      .def("begin_read", &SharedCore::BeginRead, nb::arg("chunks"))
+      .def("end_read", &SharedCore::EndRead, nb::arg("chunks"));
+  nb::class_<GlobalCore>(m, "GlobalCore")
+      .def(nb::init<>())
+      .def("add", &GlobalCore::Add, nb::arg("base"), nb::arg("data"),
+           nb::arg("is_writeable"))
+      .def("load", &GlobalCore::Load, nb::arg("addresses"), nb::arg("width"), nb::arg("result"))
+      .def("store", &GlobalCore::Store, nb::arg("addresses"), nb::arg("width"), nb::arg("values"));
   nb::class_<Block>(m, "Block")
       .def(nb::init<const std::vector<std::vector<int>>&, const nb::bytes&,
                     std::vector<Block::Input>, std::vector<Block::Group>, std::vector<Block::Leaf>,

@@ -673,7 +673,7 @@ def _lazy_step(
                 compiler.add(segment.steps[position], segment.deferred[position])
             run = compiler.block([n for n in compiler.written if live >> n & 1]).run
             counts = compiler.counts
-        if not run(warp.slots, warp.cta.shared.loads):
+        if not run(warp.slots, warp.cta.shared.core):
             for position in range(first, end):
                 segment.step(position, is_full=True)(warp)
             return

@@ -119,13 +119,9 @@ class InFlight:
         self.what = what
         self.until = until
 
-    def check(self, instruction: Instruction, use: RegisterUse) -> None:
-        """Refuses an instruction that touches registers in use."""
-        touched = use.touched
-        if use.is_multiply:
-            # Multiplies of one warp run in order, so the next may add to the same accumulators.
-            touched &= ~use.written
-        if touched & self.written or use.written & self.read:
+    def check(self, instruction: Instruction, touched: int, written: int) -> None:
+        """Refuses an instruction that touches or writes registers in use."""
+        if touched & self.written or written & self.read:
             raise AsyncHazardError(
                 f"{instruction} touches registers of {self.what} before {self.until}"
             )
@@ -146,7 +142,8 @@ class Warp:
         self.fragments = [Fragment(self, 0, self.live.copy(), ())]
         self.visits: dict[int, int] = {}
         self.in_flight: list[InFlight] = []
-        self.busy = 0
+        # Registers that those write, that they read, and both.
+        self.written_in_flight = self.read_in_flight = self.busy = 0
         # mbarriers this warp initialised and no fence has published yet.
         self.initialised: list[Mbarrier] = []
         # Registers computed since the last wgmma.fence; kept for kernels with wgmma only.
@@ -179,20 +176,25 @@ class Warp:
     def hold(self, operation: InFlight) -> None:
         """Registers go to an asynchronous instruction."""
         self.in_flight.append(operation)
+        self.written_in_flight |= operation.written
+        self.read_in_flight |= operation.read
         self.busy |= operation.written | operation.read
 
     def release(self, operations: list[InFlight]) -> None:
         """Registers come back."""
-        self.in_flight = [o for o in self.in_flight if o not in operations]
-        self.busy = 0
-        for operation in self.in_flight:
-            self.busy |= operation.written | operation.read
+        left = [o for o in self.in_flight if o not in operations]
+        self.in_flight = []
+        self.written_in_flight = self.read_in_flight = self.busy = 0
+        for operation in left:
+            self.hold(operation)
 
     def check_registers(self, instruction: Instruction, use: RegisterUse) -> None:
         """Refuses an instruction that touches registers in use."""
-        if use.touched & self.busy:
+        # Multiplies of one warp run in order, so the next may add to the same accumulators.
+        touched = use.touched & ~use.written if use.is_multiply else use.touched
+        if touched & self.written_in_flight or use.written & self.read_in_flight:
             for operation in self.in_flight:
-                operation.check(instruction, use)
+                operation.check(instruction, touched, use.written)
 
     def need_full(self, mask: np.ndarray, what: str) -> None:
         """Refuses an instruction that all live lanes must execute together."""
@@ -369,4 +371,13 @@ class Cluster:
 
     def live_threads(self) -> int:
         """Threads that have not exited."""
-        return sum(int(w.live.sum()) for w in self.all_warps)
+        return sum(int(np.count_nonzero(w.live)) for w in self.all_warps)
+
+    def let_go(self) -> None:
+        """Takes apart what refers to each other, so that a finished cluster is no cyclic garbage."""
+        for warp in self.all_warps:
+            warp.state.clear()
+        for cta in self.ctas:
+            cta.warps.clear()
+        self.all_warps.clear()
+        self.ctas.clear()

@@ -53,6 +53,7 @@ class Memory:
         self._regions: list[Region] = []
         self._bases: list[int] = []
         self._next = 0x7000_0000_0000
+        self._core = native.core and native.core.GlobalCore()
         for name, array in (buffers or {}).items():
             self.add(name, array)
 
@@ -84,6 +85,8 @@ class Memory:
             raise ValueError(f"memory: {name} at {address:#x} overlaps another buffer")
         self._regions.insert(index, Region(address, name, data))
         self._bases.insert(index, address)
+        if self._core is not None:
+            self._core.add(address, data, data.flags.writeable)
         return address
 
     @property
@@ -111,6 +114,10 @@ class Memory:
 
     def load(self, addresses: np.ndarray, size: int, count: int = 1) -> np.ndarray:
         """`count` elements of `size` bytes (unsigned) at each address: (addresses, count)."""
+        if self._core is not None:
+            found = np.empty((len(addresses), count), DTYPES[UNSIGNED[size]])
+            if self._core.load(addresses, size * count, found):
+                return found
         elements, index = self._elements(addresses, size, count)
         if elements is not None:
             return elements[index]
@@ -120,6 +127,9 @@ class Memory:
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
         """Stores values of shape (addresses, count)."""
+        width = values.dtype.itemsize * values.shape[1]
+        if self._core is not None and self._core.store(addresses, width, values):
+            return
         elements, index = self._elements(addresses, values.dtype.itemsize, values.shape[1])
         if elements is not None:
             elements[index] = values
@@ -200,8 +210,12 @@ class SharedMemory:
         self.word_writes = np.zeros(size // WORD, dtype=np.uint16)
         self.claims: dict[Claim, None] = {}
         self.word_claims = 0
-        self.loads = native.core and native.core.SharedLoads(
-            self.size, self.base, self.data, self.written, self.writes, self.word_writes
+        self.core = native.core and native.core.SharedCore(
+            self.size,
+            self.base,
+            (self.data, self.written),
+            (self.owner, self.reads, self.writes),
+            self.word_writes,
         )
         # Decoded matrix operands, valid while `version` does not change.
         self.version = self.cache_version = 0
@@ -224,9 +238,9 @@ class SharedMemory:
     def load(self, offsets: np.ndarray, size: int, count: int = 1) -> np.ndarray:
         """`count` elements of `size` bytes at each offset, which something must have written."""
         width = size * count
-        if self.loads is not None:
+        if self.core is not None:
             found = np.empty((len(offsets), count), DTYPES[UNSIGNED[size]])
-            if self.loads.load(offsets, width, found):
+            if self.core.load(offsets, width, found):
                 return found
         index = self._index(offsets, width)
         if self.claims:
@@ -243,8 +257,12 @@ class SharedMemory:
     def store(self, offsets: np.ndarray, values: np.ndarray, warp: int) -> None:
         """Generic store by a warp of values of shape (offsets, count)."""
         width = values.dtype.itemsize * values.shape[1]
-        index = self._index(offsets, width)
         chunks = offsets >> np.uint32(4)
+        if self.core is not None and self.core.store(offsets, width, values, warp):
+            self.version += 1
+            self.touched.setdefault(warp, []).append(chunks)
+            return
+        index = self._index(offsets, width)
         if self.claims:
             if np.count_nonzero(self.writes[chunks]):
                 self._hazard("is overwritten", chunks, "write")
@@ -272,7 +290,10 @@ class SharedMemory:
 
         `used` are those whose contents matter and must have been written; by default all.
         """
-        used = chunks if used is None else used
+        if used is None:
+            if self.core is not None and self.core.begin_read(chunks):
+                return self._claim(chunks, "read", who)
+            used = chunks
         if np.count_nonzero(self.owner[chunks]):
             bad = int(chunks[self.owner[chunks] != 0][0])
             raise ProxyFenceError(
@@ -317,7 +338,8 @@ class SharedMemory:
         """The operation no longer needs the chunks; what it wrote has landed."""
         del self.claims[claim]
         if claim.access == "read":
-            self.reads[claim.chunks] -= 1
+            if self.core is None or not self.core.end_read(claim.chunks):
+                self.reads[claim.chunks] -= 1
         elif claim.access == "write words":
             self.version += 1
             self.word_claims -= 1

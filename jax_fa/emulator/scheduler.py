@@ -26,7 +26,8 @@ from jax_fa.emulator.values import FULL, LANES
 # Segments without any event after which a warp lets others run, since it may be spinning.
 TURN = 500
 
-# Finished clusters, each a megabyte of cyclic garbage per CTA, after which memory is reclaimed.
+# Finished clusters with operations that are left, each a megabyte of cyclic garbage per CTA, after
+# which memory is reclaimed.
 COLLECTION = 16
 
 # Segments of a loop that only waits for memory to change.
@@ -213,14 +214,17 @@ class Scheduler(Machine):
             for warp in cluster.all_warps:
                 self.idle.pop(warp, None)
                 self.spun.pop(warp, None)
-            self.retired += 1
-            if self.retired % COLLECTION == 0:
-                gc.collect(0)
             for cta in cluster.ctas:
                 self._tally(cta)
                 self.notes.update(cta.exit_notes())
                 for error in cta.check_exit():
                     self.report(error, Place(self.frame.kernel.name, cta.number, 0, 0))
+            if not self.pipes:
+                cluster.let_go()  # operations that are left may use their CTA
+                continue
+            self.retired += 1
+            if self.retired % COLLECTION == 0:
+                gc.collect(0)
         self._admit()
 
     def instructions(self) -> dict[int, Counter[str]]:
@@ -285,8 +289,8 @@ class Scheduler(Machine):
             if wait.resume is not None:
                 wait.resume(True)
             fragment.segment = self.program.segments[fragment.segment].next
-        segments, visits = self.program.segments, warp.visits
-        end = len(segments)
+        _, segments, has_wgmma = self.program
+        visits, end = warp.visits, len(segments)
         for _ in range(turn):
             number = fragment.segment
             if fragment.joins and fragment.joins[-1].segment == number:
@@ -307,9 +311,10 @@ class Scheduler(Machine):
             segment = segments[number]
             visits[number] = visits.get(number, 0) + 1
             warp.mask = fragment.mask
-            if self.program.has_wgmma:
+            if has_wgmma:
                 warp.unfenced |= segment.computed
-            self._run_steps(warp, segment)
+            if segment.steps:
+                self._run_steps(warp, segment)
             if segment.last is None:
                 fragment.segment = segment.next
             elif self._finish(fragment, segment):
