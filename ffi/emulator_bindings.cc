@@ -297,8 +297,9 @@ class Block {
   }
 
   // False, with nothing done, if a register is not the array that it should be, or a load is a fault
-  // or not one from `shared`.
-  bool Run(const nb::list& slots, const SharedCore* shared) {
+  // or not one from `shared`. With a mask, other lanes keep what they have; every leaf then is a row
+  // of its own.
+  bool Run(const nb::list& slots, const SharedCore* shared, nb::handle mask) {
     for (const auto& [slot, part, item_bytes, offset] : inputs_) {
       const char* lanes = Lanes(PartOf(slots.ptr(), slot, part), item_bytes);
       if (lanes == nullptr) return PyErr_Clear(), false;
@@ -314,6 +315,7 @@ class Block {
         std::memcpy(to + row * row_bytes, scratch_.data() + rows[row], row_bytes);
       }
     }
+    if (!mask.is_none() && !KeepOthers(slots, arrays, mask)) return PyErr_Clear(), false;
     found.reserve(leaves_.size());
     for (const auto& [group, place, part] : leaves_) {
       found.push_back(group < 0 ? nb::borrow(PartOf(slots.ptr(), place, part))
@@ -327,6 +329,31 @@ class Block {
   }
 
  private:
+  // Puts what is in the slots written into the lanes outside the mask of the rows that go there.
+  bool KeepOthers(const nb::list& slots, const std::vector<nb::object>& arrays,
+                  nb::handle mask) const {
+    const char* is_in = Lanes(mask.ptr(), 1);
+    if (is_in == nullptr) return false;
+    const auto keep = [&](int slot, int part, int number) {
+      const auto& [group, row, unused] = leaves_[number];
+      if (group < 0) return false;
+      const int item_bytes = std::get<1>(groups_[group]);
+      const char* old = Lanes(PartOf(slots.ptr(), slot, part), item_bytes);
+      if (old == nullptr) return false;
+      char* to = DataOf(arrays[group].ptr()) + row * kWarpLanes * item_bytes;
+      for (int lane = 0; lane < kWarpLanes; ++lane) {
+        const int place = lane * item_bytes;
+        if (!is_in[lane]) std::memcpy(to + place, old + place, item_bytes);
+      }
+      return true;
+    };
+    for (const auto& [slot, first, second] : outputs_) {
+      if (!keep(slot, second < 0 ? -1 : 0, first)) return false;
+      if (second >= 0 && !keep(slot, 1, second)) return false;
+    }
+    return true;
+  }
+
   std::vector<BlockStep> steps_;
   std::vector<char> scratch_;
   std::vector<Input> inputs_;
@@ -381,7 +408,8 @@ void BindEmulator(nb::module_& m) {
                     std::vector<Block::Output>>(),
            nb::arg("steps"), nb::arg("scratch"), nb::arg("inputs"), nb::arg("groups"),
            nb::arg("leaves"), nb::arg("outputs"))
-      .def("run", &Block::Run, nb::arg("slots"), nb::arg("shared").none() = nb::none());
+      .def("run", &Block::Run, nb::arg("slots"), nb::arg("shared").none() = nb::none(),
+           nb::arg("mask") = nb::none());
 }
 
 }  // namespace jax_fa

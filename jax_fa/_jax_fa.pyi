@@ -52,7 +52,12 @@ class Block:
         leaves: Sequence[tuple[int, int, int]],
         outputs: Sequence[tuple[int, int, int]],
     ) -> None: ...
-    def run(self, slots: list[Any], shared: SharedCore | None = None) -> bool: ...
+    def run(
+        self,
+        slots: list[Any],
+        shared: SharedCore | None = None,
+        mask: np.ndarray | None = None,
+    ) -> bool: ...
 
 class SharedCore:
     def __init__(

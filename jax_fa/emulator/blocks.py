@@ -3,8 +3,9 @@
 A run reads registers, computes in a memory of its own, and writes those registers that something
 may read afterwards: creating 32-lane arrays is what most of the time goes into. It holds arithmetic,
 and what else reads nothing but registers, parameters and the CTA's own shared memory, so that it can
-be given up before it has changed anything: the steps one by one then find the fault. Only full warps
-take it, and runs are compiled when they are met first. Without the extension nothing is joined.
+be given up before it has changed anything: the steps one by one then find the fault. What looks at
+other lanes, or loads, is in runs of full warps only. Runs are compiled when they are met first.
+Without the extension nothing is joined.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_fa.emulator import mufu, native
+from jax_fa.emulator.cta import Warp
+from jax_fa.emulator.faults import EmulationError
 from jax_fa.emulator.loadstore import loaded_kind
 from jax_fa.emulator.operands import OperandDecoder
-from jax_fa.emulator.program import Segment
+from jax_fa.emulator.program import FastStep, Segment, Step
 from jax_fa.emulator.ptx import (
     Both,
     Immediate,
@@ -330,10 +333,11 @@ _Any = _Lanes | tuple[_Lanes, _Lanes]
 
 
 class _Compiler:
-    """Executes a run on symbols."""
+    """Executes a run on symbols, for full warps or for masked ones."""
 
-    def __init__(self, decoder: OperandDecoder) -> None:
+    def __init__(self, decoder: OperandDecoder, *, is_full: bool) -> None:
         self.decoder = decoder
+        self.is_full = is_full
         self.steps: list[tuple[int, ...]] = []
         self.counts: list[tuple[str, int]] = []
         self.size = 0
@@ -553,7 +557,14 @@ class _Compiler:
     def _leaf(
         self, value: _Lanes, kind: str, rows: dict[str, list[int]], leaves: dict[tuple, int]
     ) -> int:
-        """Number of what goes into a slot: an array that is there already, or a new row."""
+        """Number of what goes into a slot: an array that is there already, or a new row.
+
+        A row of its own in masked warps, other lanes of which keep what is in the slot.
+        """
+        if not self.is_full:
+            places = rows.setdefault(kind, [])
+            places.append(self._offset(value))
+            return leaves.setdefault((kind, len(places) - 1, -1), len(leaves))
         if isinstance(value, _Input) and value.kind == kind:
             key: tuple = (-1, value.slot, value.part)
         else:
@@ -583,30 +594,38 @@ _RULES = {
 
 
 def join_runs(decoder: OperandDecoder, segments: list[Segment], following: list[list[int]]) -> None:
-    """Lets full warps execute the runs of all segments in one step each."""
+    """Lets warps execute the runs of all segments in one step each."""
     live = _live_at_end(segments, following) if CODES else []
     for index, segment in enumerate(segments):
-        segment.fast, segment.fast_lines = [], []
-        runs = dict(_runs(segment)) if segment.deferred else {}
-        needed = _live_after(segment, live[index], set(runs.values())) if runs else {}
-        position = 0
-        while position < len(segment.steps):
-            end = runs.get(position)
-            if end is None:
-                segment.fast.append(segment.step(position, is_full=True))
-                segment.fast_lines.append(segment.steps[position].line)
-                position += 1
-                continue
-            segment.fast.append(_lazy_step(decoder, segment, (position, end), needed[end]))
-            segment.fast_lines.append(segment.steps[position].line)
-            position = end
+        for is_full, fast in ((True, segment.fast), (False, segment.fast_masked)):
+            runs = dict(_runs(segment, is_full)) if segment.deferred else {}
+            needed = _live_after(segment, live[index], set(runs.values())) if runs else {}
+            position = 0
+            while position < len(segment.steps):
+                end = runs.get(position)
+                line = segment.steps[position].line
+                if end is None:
+                    # Few of those that only masked warps execute one by one are ever met.
+                    is_late = not is_full and position in segment.deferred
+                    one = partial(_masked_step, segment, position)
+                    fast.append(FastStep(one if is_late else segment.step(position, is_full), line))
+                    position += 1
+                    continue
+                run = _Run(segment, position, end, needed[end], is_full)
+                fast.append(FastStep(_lazy_step(decoder, run), line))
+                position = end
 
 
-def _runs(segment: Segment) -> Iterator[tuple[int, int]]:
-    """(first, end) of runs of deferred instructions."""
+def _masked_step(segment: Segment, position: int, warp: Warp) -> None:
+    segment.step(position, is_full=False)(warp)
+
+
+def _runs(segment: Segment, is_full: bool) -> Iterator[tuple[int, int]]:
+    """(first, end) of runs of deferred instructions; those of masked warps are pure, or moves."""
     first = 0
     for position in range(len(segment.steps) + 1):
-        if position == len(segment.steps) or position not in segment.deferred:
+        unit = segment.deferred.get(position)
+        if unit is None or not is_full and isinstance(unit, Unit) and unit.prefix != "mov":
             if position - first >= SHORTEST:
                 yield first, position
             first = position + 1
@@ -657,25 +676,44 @@ def _live_after(segment: Segment, live: int, places: set[int]) -> dict[int, int]
     return found
 
 
-def _lazy_step(
-    decoder: OperandDecoder, segment: Segment, where: tuple[int, int], live: int
-) -> Callable[[object], None]:
+class _Run(NamedTuple):
+    """Steps of a segment that are one, and the registers that may be read afterwards."""
+
+    segment: Segment
+    first: int
+    end: int
+    live: int
+    is_full: bool
+
+
+def _run_one_by_one(segment: Segment, positions: range, warp: Warp, *, is_full: bool) -> None:
+    """Executes the steps of a run that was given up; a fault is that of its own line."""
+    for position in positions:
+        try:
+            segment.step(position, is_full)(warp)
+        except EmulationError as error:
+            warp.line = segment.steps[position].line
+            error.place = error.place or warp.place
+            raise
+
+
+def _lazy_step(decoder: OperandDecoder, where: _Run) -> Step:
     """The step of a run, compiled at its first execution."""
-    first, end = where
-    run: Callable[[list, object], bool] | None = None
+    segment, is_full = where.segment, where.is_full
+    positions = range(where.first, where.end)
+    run: Callable[[list, object, np.ndarray | None], bool] | None = None
     counts: list[tuple[str, int]] = []
 
-    def step(warp: object) -> None:
+    def step(warp: Warp) -> None:
         nonlocal run, counts
         if run is None:
-            compiler = _Compiler(decoder)
-            for position in range(first, end):
+            compiler = _Compiler(decoder, is_full=is_full)
+            for position in positions:
                 compiler.add(segment.steps[position], segment.deferred[position])
-            run = compiler.block([n for n in compiler.written if live >> n & 1]).run
+            run = compiler.block([n for n in compiler.written if where.live >> n & 1]).run
             counts = compiler.counts
-        if not run(warp.slots, warp.cta.shared.core):
-            for position in range(first, end):
-                segment.step(position, is_full=True)(warp)
+        if not run(warp.slots, warp.cta.shared.core, None if is_full else warp.mask):
+            _run_one_by_one(segment, positions, warp, is_full=is_full)
             return
         for name, amount in counts:
             warp.machine.count(name, amount)

@@ -22,6 +22,13 @@ class Branch(NamedTuple):
     guard: tuple[int, bool] | None
 
 
+class FastStep(NamedTuple):
+    """A step, or a run of steps, and its first line."""
+
+    run: Step
+    line: int
+
+
 _NO_USE = RegisterUse(0, 0, 0, 0, False)
 
 
@@ -34,15 +41,15 @@ class Segment:
     will.
 
     `full` and `masked` hold a closure per step, for full warps and for others; None where the step
-    is `deferred` until it is met. `fast` is what a full warp executes while no registers are in
-    flight: runs of steps are one there, whose first line is in `fast_lines`.
+    is `deferred` until it is met. `fast` and `fast_masked` are what they execute while no registers
+    are in flight: runs of steps are one there.
     """
 
     __slots__ = (
         "full",
         "masked",
         "fast",
-        "fast_lines",
+        "fast_masked",
         "deferred",
         "prepare",
         "steps",
@@ -62,8 +69,8 @@ class Segment:
     def __init__(self) -> None:
         self.full: list[Step | None] = []
         self.masked: list[Step | None] = []
-        self.fast: list[Step] = []
-        self.fast_lines: list[int] = []
+        self.fast: list[FastStep] = []
+        self.fast_masked: list[FastStep] = []
         self.deferred: dict[int, Pure | Unit] = {}
         self.prepare: Callable[[int], tuple[Step, Step]] | None = None
         self.steps: list[Instruction] = []

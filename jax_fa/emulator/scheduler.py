@@ -323,21 +323,19 @@ class Scheduler(Machine):
     def _run_steps(self, warp: Warp, segment: Segment) -> None:
         """Runs the straight part of a segment."""
         is_full = warp.mask is FULL
-        is_busy = segment.touched & warp.busy
-        steps = segment.fast if is_full and not is_busy else segment.all_steps(is_full)
-        left = iter(steps)
+        line = 0
         try:
-            if is_busy:
-                for step, instruction, use in zip(left, segment.steps, segment.uses, strict=True):
+            if segment.touched & warp.busy:
+                steps = segment.all_steps(is_full)
+                for step, instruction, use in zip(steps, segment.steps, segment.uses, strict=True):
+                    line = instruction.line
                     warp.check_registers(instruction, use)
                     step(warp)
             else:
-                for step in left:
-                    step(warp)
+                for run, line in segment.fast if is_full else segment.fast_masked:  # noqa: B007
+                    run(warp)
         except Exception as error:
-            done = len(steps) - left.__length_hint__() - 1
-            is_fast = steps is segment.fast
-            _blame(error, warp, segment.fast_lines[done] if is_fast else segment.steps[done].line)
+            _blame(error, warp, line)
             raise
 
     def _finish(self, fragment: Fragment, segment: Segment) -> bool:
