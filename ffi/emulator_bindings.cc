@@ -102,8 +102,8 @@ struct Rows {
     const NumpyArray* array = reinterpret_cast<NumpyArray*>(object.ptr());
     if (Py_TYPE(object.ptr()) != array_type || array->rank != 2) return;
     const Py_ssize_t item = array->extents[1] > 0 ? bytes / array->extents[1] : 0;
-    const bool fits = array->extents[0] == count && array->strides[0] == bytes &&
-                      array->strides[1] == item;
+    const bool fits =
+        array->extents[0] == count && array->strides[0] == bytes && array->strides[1] == item;
     if (fits) data = array->data;
   }
 
@@ -115,8 +115,8 @@ Item* ItemsOf(const nb::object& array) {
   return reinterpret_cast<Item*>(DataOf(array.ptr()));
 }
 
-// Accesses to one CTA's shared memory, over the arrays of memory.py's SharedMemory. Each gives false,
-// with nothing done, if it is a fault or if an argument is no array of the expected numbers.
+// Accesses to one CTA's shared memory, over the arrays of memory.py's SharedMemory. Each gives
+// false, with nothing done, if it is a fault or if an argument is no array of the expected numbers.
 class SharedCore {
  public:
   // bytes: what is stored, and 1 where something was. chunks: of every 16 bytes the owner, and how
@@ -131,7 +131,11 @@ class SharedCore {
         owner_(ItemsOf<uint16_t>(chunks_[0])),
         reads_(ItemsOf<uint16_t>(chunks_[1])),
         num_chunks_(reinterpret_cast<NumpyArray*>(chunks_[0].ptr())->extents[0]),
-        view_{size, base, data_, written_, ItemsOf<uint16_t>(chunks_[2]),
+        view_{size,
+              base,
+              data_,
+              written_,
+              ItemsOf<uint16_t>(chunks_[2]),
               ItemsOf<uint16_t>(word_writes_)} {}
 
   // `width` bytes from every offset.
@@ -290,22 +294,24 @@ class Block {
         outputs_(std::move(outputs)) {
     for (const std::vector<int>& numbers : steps) {
       BlockStep step{numbers.at(0), numbers.at(1), {}};
-      if (numbers.size() > 2 + std::size(step.from)) throw std::invalid_argument("too many operands");
+      if (numbers.size() > 2 + std::size(step.from))
+        throw std::invalid_argument("too many operands");
       std::copy(numbers.begin() + 2, numbers.end(), step.from);
       steps_.push_back(step);
     }
   }
 
-  // False, with nothing done, if a register is not the array that it should be, or a load is a fault
-  // or not one from `shared`. With a mask, other lanes keep what they have; every leaf then is a row
-  // of its own.
+  // False, with nothing done, if a register is not the array that it should be, or a load is a
+  // fault or not one from `shared`. With a mask, other lanes keep what they have; every leaf then
+  // is a row of its own.
   bool Run(const nb::list& slots, const SharedCore* shared, nb::handle mask) {
     for (const auto& [slot, part, item_bytes, offset] : inputs_) {
       const char* lanes = Lanes(PartOf(slots.ptr(), slot, part), item_bytes);
       if (lanes == nullptr) return PyErr_Clear(), false;
       std::memcpy(scratch_.data() + offset, lanes, kWarpLanes * item_bytes);
     }
-    if (!RunBlock(steps_, scratch_.data(), shared == nullptr ? nullptr : &shared->view())) return false;
+    if (!RunBlock(steps_, scratch_.data(), shared == nullptr ? nullptr : &shared->view()))
+      return false;
     std::vector<nb::object> arrays, found;
     for (const auto& [make, item_bytes, rows] : groups_) {
       arrays.push_back(make());
@@ -398,8 +404,7 @@ void BindEmulator(nb::module_& m) {
       .def("end_read", &SharedCore::EndRead, nb::arg("chunks"));
   nb::class_<GlobalCore>(m, "GlobalCore")
       .def(nb::init<>())
-      .def("add", &GlobalCore::Add, nb::arg("base"), nb::arg("data"),
-           nb::arg("is_writeable"))
+      .def("add", &GlobalCore::Add, nb::arg("base"), nb::arg("data"), nb::arg("is_writeable"))
       .def("load", &GlobalCore::Load, nb::arg("addresses"), nb::arg("width"), nb::arg("result"))
       .def("store", &GlobalCore::Store, nb::arg("addresses"), nb::arg("width"), nb::arg("values"));
   nb::class_<Block>(m, "Block")

@@ -375,7 +375,8 @@ void Lanes(const BlockStep& step, char* scratch) {
 
 // ---- Between lanes ------------------------------------------------------------------------------
 
-// The lane that shfl takes, as the PTX ISA defines it; `lane` itself, and false, beyond its segment.
+// The lane that shfl takes, as the PTX ISA defines it; `lane` itself, and false, beyond its
+// segment.
 enum class Shuffle { kUp, kDown, kButterfly, kIndex };
 
 template <Shuffle mode>

@@ -35,8 +35,8 @@ struct SharedView {
 // Names of the operations: what is done, then the kinds of values.py. "fma.f4" is one.
 const std::vector<std::string>& BlockOperations();
 
-// Runs the steps in order. False, and what is in `scratch` is of no use, if a load is a fault or does
-// not read `shared`.
+// Runs the steps in order. False, and what is in `scratch` is of no use, if a load is a fault or
+// does not read `shared`.
 bool RunBlock(const std::vector<BlockStep>& steps, char* scratch, const SharedView* shared);
 
 // Rows (first, slope, curve) and squares by which a special function interpolates, see mufu.py.

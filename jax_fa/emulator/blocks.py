@@ -1,11 +1,11 @@
 """Straight runs of instructions as single steps of the compiled core (ffi/emulator_block.cc).
 
 A run reads registers, computes in a memory of its own, and writes those registers that something
-may read afterwards: creating 32-lane arrays is what most of the time goes into. It holds arithmetic,
-and what else reads nothing but registers, parameters and the CTA's own shared memory, so that it can
-be given up before it has changed anything: the steps one by one then find the fault. What looks at
-other lanes, or loads, is in runs of full warps only. Runs are compiled when they are met first.
-Without the extension nothing is joined.
+may read afterwards: creating 32-lane arrays is what most of the time goes into. It holds
+arithmetic, and what else reads nothing but registers, parameters and the CTA's own shared memory,
+so that it can be given up before it has changed anything: the steps one by one then find the fault.
+What looks at other lanes, or loads, is in runs of full warps only. Runs are compiled when they are
+met first. Without the extension nothing is joined.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 from jax_fa.emulator import mufu, native
 from jax_fa.emulator.cta import Warp
 from jax_fa.emulator.faults import EmulationError
+from jax_fa.emulator.lanes import two_results
 from jax_fa.emulator.loadstore import loaded_kind
 from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.program import FastStep, Segment, Step
 from jax_fa.emulator.ptx import (
-    Both,
     Immediate,
     Instruction,
     Operand,
@@ -101,25 +101,36 @@ def _operations() -> dict[tuple[str, int], str]:
     add("cvt.f32.f16", 1, "f4.f16")
     add("cvt.s64.s32", 1, "i8.i4")
     add("cvt.u64.u32", 1, "u8.u4")
-    for name in ("add", "sub"):
-        add(f"{name}.s16 {name}.u16 {name}.b16", 2, f"{name}.u2")
-    for name in ("and", "or", "xor"):
-        add(f"{name}.b16", 2, f"{name}.u2")
-    add("shl.b16", 2, "shl.u2")
-    add("shr.u16 shr.b16", 2, "shr.u2")
-    add("shr.s16", 2, "shr.i2")
-    add("mul.wide.s16", 2, "mulwide.i2")
-    add("mul.wide.u16", 2, "mulwide.u2")
-    add("cvt.u32.u16", 1, "u4.u2")
-    add("cvt.u16.u32", 1, "u2.u4")
-    add("cvt.s32.s16", 1, "i4.i2")
-    add("cvt.s16.s8", 1, "i2.i1")
-    add("cvt.s8.s32", 1, "i1.i4")
     add("cvt.u32.u64 cvt.s32.s64 cvt.u32.s64 cvt.s32.u64", 1, "u4.u8")
     return found
 
 
-OPERATIONS = _operations()
+def _narrow_operations() -> dict[tuple[str, int], str]:
+    """Those on 16 bits and less."""
+    logic = {(f"{name}.b16", 2): f"{name}.u2" for name in ("and", "or", "xor")}
+    sums = {
+        (f"{name}.{sign}16", 2): f"{name}.u2" for name in ("add", "sub") for sign in ("s", "u", "b")
+    }
+    return (
+        logic
+        | sums
+        | {
+            ("shl.b16", 2): "shl.u2",
+            ("shr.b16", 2): "shr.u2",
+            ("shr.u16", 2): "shr.u2",
+            ("shr.s16", 2): "shr.i2",
+            ("mul.wide.s16", 2): "mulwide.i2",
+            ("mul.wide.u16", 2): "mulwide.u2",
+            ("cvt.u32.u16", 1): "u4.u2",
+            ("cvt.u16.u32", 1): "u2.u4",
+            ("cvt.s32.s16", 1): "i4.i2",
+            ("cvt.s16.s8", 1): "i2.i1",
+            ("cvt.s8.s32", 1): "i1.i4",
+        }
+    )
+
+
+OPERATIONS = _operations() | _narrow_operations()
 _MOVES = {f"mov.{type_}" for type_ in "b32 b64 u32 s32 u64 s64 f32 f64 pred b16 u16 s16".split()}
 _SELECTS = {f"selp.{type_}" for type_ in "b32 b64 u32 s32 u64 s64 f32".split()}
 # Size of a part of a register of so many bytes, and what joins two of them, or takes one.
@@ -244,7 +255,7 @@ def _reads_shared(decoder: OperandDecoder, instruction: Instruction, kind: str) 
 
 def _is_shuffle(decoder: OperandDecoder, instruction: Instruction) -> bool:
     target, *operands = instruction.operands
-    value, flag = (target.first, target.second) if isinstance(target, Both) else (target, Sink())
+    value, flag = two_results(target)
     return (
         _SHUFFLE.fullmatch(instruction.opcode) is not None
         and _takes(decoder, value, "u4")
@@ -420,7 +431,7 @@ class _Compiler:
     def shuffle(self, instruction: Instruction) -> None:
         """Handles shfl.sync, of a full warp."""
         target, source, shift, limit, _ = instruction.operands
-        value, flag = (target.first, target.second) if isinstance(target, Both) else (target, Sink())
+        value, flag = two_results(target)
         mode = _SHUFFLE.fullmatch(instruction.opcode)[1]
         where = [self._read(shift, "u4"), self._read(limit, "u4")]
         taken = self._emit(f"shfl.{mode}", 4, [self._read(source, "u4"), *where])
@@ -493,9 +504,7 @@ class _Compiler:
             size = following
         return value
 
-    def _emit(
-        self, operation: str, size: int, operands: list[_Any], *, rows: int = 1
-    ) -> _Computed:
+    def _emit(self, operation: str, size: int, operands: list[_Any], *, rows: int = 1) -> _Computed:
         places = [self._offset(operand) for operand in operands]
         result = _Computed(self._allocate(size * rows), size)
         self.steps.append((CODES[operation], result.offset, *places))

@@ -374,7 +374,7 @@ class Cluster:
         return sum(int(np.count_nonzero(w.live)) for w in self.all_warps)
 
     def let_go(self) -> None:
-        """Takes apart what refers to each other, so that a finished cluster is no cyclic garbage."""
+        """Takes apart what refers to each other: a finished cluster is no cyclic garbage then."""
         for warp in self.all_warps:
             warp.state.clear()
         for cta in self.ctas:

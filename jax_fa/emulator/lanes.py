@@ -17,7 +17,7 @@ from jax_fa.emulator.values import FULL, LANES
 _LANE = np.arange(LANES)
 
 
-def _two_results(operand: Operand) -> tuple[Operand, Operand]:
+def two_results(operand: Operand) -> tuple[Operand, Operand]:
     """d|p, or d alone with nobody wanting p."""
     return (operand.first, operand.second) if isinstance(operand, Both) else (operand, Sink())
 
@@ -55,7 +55,7 @@ def shuffle(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """shfl.sync.{up,down,bfly,idx}.b32 d|p, a, b, c, membermask."""
     mode = mods.need("up down bfly idx")
     mods.drop("b32").done()
-    value, flag = _two_results(ins.operands[0])
+    value, flag = two_results(ins.operands[0])
     kind = decoder.home(value) if not isinstance(value, Sink) else "u4"
     write, write_flag = decoder.write(value, kind), decoder.write(flag, "pred")
     read = decoder.read(ins.operands[1], kind)
@@ -110,7 +110,7 @@ def vote(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
 def elect(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     """elect.sync d|p, membermask: the lowest member is elected."""
     mods.done()
-    lane_of, flag = _two_results(ins.operands[0])
+    lane_of, flag = two_results(ins.operands[0])
     write, write_flag = decoder.write(lane_of, "u4"), decoder.write(flag, "pred")
     members = decoder.read(ins.operands[1], "u4")
 
@@ -179,7 +179,7 @@ def match(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
     kind = {"b32": "u4", "b64": "u8"}[mods.need("b32 b64")]
     mods.done()
     every = ins.opcode.startswith("match.all")
-    target, flag = _two_results(ins.operands[0])
+    target, flag = two_results(ins.operands[0])
     write, write_flag = decoder.write(target, "u4"), decoder.write(flag, "pred")
     read = decoder.read(ins.operands[1], kind)
     members = decoder.read(ins.operands[2], "u4")

@@ -149,9 +149,7 @@ def addresses(memory, region, *places):
 
 
 @pytest.mark.parametrize("has_core", [True, False])
-@pytest.mark.parametrize(
-    ("region", "place"), [(0, 64), (0, 61), (0, 2), (1, 4), (0, -4)], ids=str
-)
+@pytest.mark.parametrize(("region", "place"), [(0, 64), (0, 61), (0, 2), (1, 4), (0, -4)], ids=str)
 def test_fault_in_global_memory_is_found(region, place, has_core):
     data = np.arange(16, dtype=np.uint32)
     memory = global_memory(has_core, data)
