@@ -44,7 +44,7 @@ def store(shared, *at, warp=3):
 
 
 FAULTS = {
-    "load beyond": (lambda s: s.load(offsets(0, SIZE - 3), 1, 4), OutOfBoundsError),
+    "load beyond": (lambda s: s.load(offsets(0, SIZE), 4), OutOfBoundsError),
     "load misaligned": (lambda s: s.load(offsets(0, 2), 4), OutOfBoundsError),
     "load unwritten": (lambda s: s.load(offsets(0, 96), 4), UninitializedReadError),
     "load written later": (
@@ -97,7 +97,7 @@ FAULTS = {
 @pytest.mark.parametrize("has_core", [True, False])
 def test_fault_in_shared_memory_is_found(name, has_core):
     act, error = FAULTS[name]
-    shared = written(0, 1)
+    shared = written(0, 1, SIZE // 16)
     if not has_core:
         shared.core = None
     with pytest.raises(error):
