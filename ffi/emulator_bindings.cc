@@ -101,9 +101,9 @@ struct Rows {
   Rows(nb::handle object, Py_ssize_t count, int64_t bytes) {
     const NumpyArray* array = reinterpret_cast<NumpyArray*>(object.ptr());
     if (Py_TYPE(object.ptr()) != array_type || array->rank != 2) return;
-    const Py_ssize_t item = array->extents[1] > 0 ? bytes / array->extents[1] : 0;
-    const bool fits =
-        array->extents[0] == count && array->strides[0] == bytes && array->strides[1] == item;
+    const Py_ssize_t columns = array->extents[1];
+    const bool fits = columns > 0 && array->extents[0] == count && array->strides[0] == bytes &&
+                      (columns == 1 || array->strides[1] * columns == bytes);
     if (fits) data = array->data;
   }
 

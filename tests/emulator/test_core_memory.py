@@ -29,7 +29,7 @@ def chunks(*numbers):
 
 def words(count, first=1):
     """(count, 1), other bits in each."""
-    return np.arange(first, first + count, dtype=np.uint32)[:, None]
+    return np.arange(first, first + count, dtype=np.uint32).reshape(-1, 1)
 
 
 def written(*numbers):
