@@ -407,7 +407,7 @@ INCLUDES = {
     "arguments.*": ("arguments.h", "checks.h", "schema.h"),
     "attention_cpu*": ("attention_cpu*.h", "schema.h"),
     "driver*": ("driver.h",),
-    "emulator_block*": ("emulator_block.h",),
+    "emulator_block*": ("emulator_block.h", "emulator_dot.h"),
     "emulator_dot*": ("emulator_dot.h",),
     "emulator_bindings.*": ("emulator_*.h",),
     "kernel_table*": ("driver.h", "kernel_table.h", "schema.h"),

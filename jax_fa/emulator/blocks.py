@@ -38,7 +38,7 @@ from jax_fa.emulator.registry import Pure, Unit
 from jax_fa.emulator.values import DTYPES, LANES, SIZES, Value
 
 SHORTEST = 2
-"""Instructions from which on a run is worth its call."""
+"""Instructions from which on a run of arithmetic is worth its call; of others a single one is."""
 
 
 def _operations() -> dict[tuple[str, int], str]:
@@ -631,13 +631,16 @@ def _masked_step(segment: Segment, position: int, warp: Warp) -> None:
 
 def _runs(segment: Segment, is_full: bool) -> Iterator[tuple[int, int]]:
     """(first, end) of runs of deferred instructions; those of masked warps are pure, or moves."""
-    first = 0
+    first, is_worth_it = 0, False
     for position in range(len(segment.steps) + 1):
         unit = segment.deferred.get(position)
-        if unit is None or not is_full and isinstance(unit, Unit) and unit.prefix != "mov":
-            if position - first >= SHORTEST:
+        is_more = isinstance(unit, Unit) and unit.prefix != "mov"
+        if unit is None or not is_full and is_more:
+            if is_worth_it or position - first >= SHORTEST:
                 yield first, position
-            first = position + 1
+            first, is_worth_it = position + 1, False
+        else:
+            is_worth_it |= is_more
 
 
 def _live_at_end(segments: list[Segment], following: list[list[int]]) -> list[int]:

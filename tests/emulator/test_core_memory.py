@@ -89,7 +89,7 @@ FAULTS = {
         lambda s: (store(s, 96), s.publish(3), s.begin_read(chunks(6), "x")),
         UninitializedReadError,
     ),
-    "read beyond": (lambda s: s.begin_read(chunks(0, 4096), "x"), IndexError),
+    "read beyond": (lambda s: s.begin_read(chunks(0, 1 << 40), "x"), IndexError),
 }
 
 
