@@ -85,10 +85,13 @@ FAULTS = {
         lambda s: s.begin_read(chunks(0, 6), "x"),
         UninitializedReadError,
     ),
-    "read of half a chunk that was written": (
-        lambda s: (store(s, 96), s.publish(3), s.begin_read(chunks(6), "x")),
-        UninitializedReadError,
-    ),
+    **{
+        f"read of a chunk whose {half} half was written": (
+            lambda s, at=at: (store(s, at, at + 4), s.publish(3), s.begin_read(chunks(6), "x")),
+            UninitializedReadError,
+        )
+        for half, at in (("first", 96), ("second", 104))
+    },
     "read beyond": (lambda s: s.begin_read(chunks(0, 1 << 40), "x"), IndexError),
 }
 
