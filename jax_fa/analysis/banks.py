@@ -363,6 +363,21 @@ def hopper_bias_gradient(key: KernelKey, config: HopperBiasGradient) -> tuple[Ac
         *_by_units("dout", _tile(config.block_q, key.value_dim), "wgmma"),
         *_by_units("v", _tile(config.block_kv, key.value_dim), "wgmma"),
         *_kept_bias("consume"),
+        Access("find, statistics", "st.shared.v2", 8, None, lambda lane: Element(lane * 2, 0)),
+        Access(
+            "consume, statistics", "ld.shared.v2", 8, None, lambda lane: Element(lane // 4 * 2, 0)
+        ),
+        *_rows_of_bias(config),
+    )
+
+
+def _rows_of_bias(config: HopperBiasGradient) -> Iterator[Access]:
+    """A chunk whose rows are those of a fragment; the gradient is put where the bias was."""
+    chunk = _tile(config.block_q, 64)
+    yield from _by_units("bias", chunk, "")
+    yield Access("consume, bias, 16 bits", "ld/st.shared", 4, chunk, _pair_of_fragment)
+    yield Access(
+        "consume, rows of dbias", "ld.shared.v4", 16, chunk, partial(_piece_of_tile, chunk)
     )
 
 

@@ -140,7 +140,7 @@ def dbias_entry(variant: Variant, launch: Callable) -> Callable:
             num_splits=Int32(1),
             bias=added,
         )
-        grid = make_tiles(variant, added, batch, num_q_heads, num_kv_heads)
+        grid = make_tiles(variant, added, batch, num_q_heads, num_kv_heads, num_sms)
         widths = widths_of(head_dim, value_dim)
         arrays = Arrays(
             q=dense(q, queries, widths.qk),

@@ -24,7 +24,7 @@ from jax_fa.kernels import (
 )
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels.backward_rows import vector_at
-from jax_fa.kernels.dbias_work import BiasTile, RowStats
+from jax_fa.kernels.dbias_work import BiasTile, Place, RowStats
 from jax_fa.kernels.forward_work import Variant, Work
 from jax_fa.kernels.fragment_rows import (
     GROUP_ROWS,
@@ -35,8 +35,17 @@ from jax_fa.kernels.fragment_rows import (
 
 
 @cute.jit
-def keep_bias(variant: cutlass.Constexpr, x: Any, c: Any, tile: BiasTile) -> None:
-    """Copies the bias of a tile to shared memory; each thread copies that of its own scores."""
+def keep_bias(
+    variant: cutlass.Constexpr,
+    x: Any,
+    c: Any,
+    tile: BiasTile | Place,
+    pieces: cutlass.Constexpr[int] = 1,
+) -> None:
+    """Copies the bias of a tile to shared memory; each thread copies that of its own scores.
+
+    It does so in ``pieces``, for which ``c.bias`` has room.
+    """
     bias, addresses, config = x.scalars.bias, [], variant.config
     first_row = tile.row_block * config.block_q + c.index * GROUP_ROWS
     for r in cutlass.range_constexpr(fragments.ROWS):
@@ -45,10 +54,14 @@ def keep_bias(variant: cutlass.Constexpr, x: Any, c: Any, tile: BiasTile) -> Non
             biases.address_of(bias, biases.row_of(bias, tile.batch, tile.head, position))
         )
     first_key = tile.key_block * config.block_kv + fragments.first_column(c.thread)
-    fragment_bias.load_rows(c.bias, bias, addresses, first_key, config.block_kv)
-    fours = cute.zipped_divide(c.bias, (4,))
-    for i in cutlass.range_constexpr(cute.size(c.kept, mode=[1])):
-        cute.autovec_copy(fours[None, i], c.kept[None, i])
+    fours, columns = cute.zipped_divide(c.bias, (4,)), config.block_kv // pieces
+    count = cute.size(c.kept, mode=[1]) // pieces
+    for piece in cutlass.range_constexpr(pieces):
+        fragment_bias.load_rows(c.bias, bias, addresses, first_key + columns * piece, columns)
+        # With 16 bits a piece fills half as much, and the next overwrites what is left.
+        first = piece * count * bias.size_bytes // 4 if piece else 0
+        for i in cutlass.range_constexpr(count):
+            cute.autovec_copy(fours[None, i], c.kept[None, first + i])
 
 
 @cute.jit
@@ -154,7 +167,7 @@ def add_products(
 
 
 @cute.jit
-def store(variant: cutlass.Constexpr, x: Any, c: Any, tile: BiasTile) -> None:
+def store(variant: cutlass.Constexpr, x: Any, c: Any, tile: BiasTile | Place) -> None:
     """Writes a tile of the gradient, summed over the axes that the bias is broadcast along."""
     dbias, config = x.arrays.dbias, variant.config
     base, size_bytes = dbias.array.toint(), dbias.size_bytes

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from jax_fa.kernels import tiles
 from jax_fa.kernels.bias import Bias
@@ -56,6 +56,16 @@ class Range(NamedTuple):
     end: Int32
 
 
+class Place(NamedTuple):
+    """Where a tile of the bias lies: the first attributes of a ``BiasTile``."""
+
+    batch: Int32
+    head: Int32
+    row_block: Int32
+    key_block: Int32
+    part: Int32
+
+
 class BiasTile(NamedTuple):
     """A tile of the bias, and everything that it is added to.
 
@@ -82,6 +92,26 @@ class BiasTile(NamedTuple):
     key_blocks: Range
 
 
+TILE_STEPS = 4
+"""Steps that take about as long as to write and merge a part's sums of a tile: an estimate."""
+
+
+@cute.jit
+def balanced_parts(number: Int32, pairs: Int32, most: Int32, num_sms: Int32) -> Int32:
+    """Returns into how many parts, ``most`` or fewer, to split what shares a tile.
+
+    Each of ``num_sms`` multiprocessors takes one of ``number`` tiles per part at a time, and with
+    so many parts the last one is done first. In 14 parts, 48 tiles of 384 pairs are 672 of 28,
+    which 132 multiprocessors take in six rounds; in 8 parts they are 384 of 48, taken in three.
+    """
+    chosen, least = Int32(1), ceil_div(number, num_sms) * (pairs + TILE_STEPS)
+    for parts in cutlass.range(2, most + 1, unroll=1):
+        steps = ceil_div(number * parts, num_sms) * (ceil_div(pairs, parts) + TILE_STEPS)
+        if steps < least:
+            chosen, least = parts, steps
+    return chosen
+
+
 @cute.jit
 def make_tiles(
     variant: cutlass.Constexpr,
@@ -89,17 +119,20 @@ def make_tiles(
     batch: Int32,
     num_q_heads: Int32,
     num_kv_heads: Int32,
+    num_sms: Int32,
 ) -> Tiles:
     """Returns the tiles of a call."""
     row_blocks = ceil_div(bias.rows, variant.config.block_q)
     key_blocks = ceil_div(bias.keys, variant.config.block_kv)
     own_heads, size = bias.batch * bias.heads, backward_division.DBIAS_TILE
+    pairs = batch * num_q_heads // own_heads
     parts = backward_division.dbias_parts(
-        own_heads * ceil_div(bias.rows, size) * ceil_div(bias.keys, size),
-        batch * num_q_heads // own_heads,
-        tiles.EXTREMES,
+        own_heads * ceil_div(bias.rows, size) * ceil_div(bias.keys, size), pairs, tiles.EXTREMES
     )
-    number = own_heads * row_blocks * key_blocks * parts
+    number = own_heads * row_blocks * key_blocks
+    if const_expr(variant.config.balances_parts):
+        parts = balanced_parts(number, pairs, parts, num_sms)
+    number = number * parts
     group = num_q_heads // num_kv_heads
     return Tiles(num_q_heads, group, row_blocks, key_blocks, parts, number)
 
@@ -113,11 +146,9 @@ def _swept(block: Int32, extent: Int32, length: Int32, size: cutlass.Constexpr[i
     return Range(start, end)
 
 
-@cute.jit
-def bias_tile(variant: cutlass.Constexpr, x: Any, number: Int32) -> BiasTile:
-    """Returns tile ``number``: parts vary slowest, key blocks of a row of the bias fastest."""
-    bias, grid, config = x.scalars.bias, x.grid, variant.config
-    q_len, kv_len = x.scalars.sequences.rows
+def place_of(x: Any, number: Int32) -> Place:
+    """The place of tile ``number``: parts vary slowest, key blocks of a row of the bias fastest."""
+    bias, grid = x.scalars.bias, x.grid
     tiles_of_part = grid.number // grid.parts
     part = number // tiles_of_part
     number = number - part * tiles_of_part
@@ -126,6 +157,35 @@ def bias_tile(variant: cutlass.Constexpr, x: Any, number: Int32) -> BiasTile:
     row_block = rows % grid.row_blocks
     head = rows // grid.row_blocks % bias.heads
     batch = rows // grid.row_blocks // bias.heads
+    return Place(batch, head, row_block, key_block, part)
+
+
+@cute.jit
+def place_after(x: Any, place: Place, steps: Place) -> Place:
+    """Returns the place whose number is the sum of those of ``place`` and ``steps``."""
+    batch, head, row_block, key_block, part = [a + b for a, b in zip(place, steps, strict=True)]
+    if key_block >= x.grid.key_blocks:
+        key_block, row_block = key_block - x.grid.key_blocks, row_block + 1
+    if row_block >= x.grid.row_blocks:
+        row_block, head = row_block - x.grid.row_blocks, head + 1
+    if head >= x.scalars.bias.heads:
+        head, batch = head - x.scalars.bias.heads, batch + 1
+    if batch >= x.scalars.bias.batch:
+        batch, part = batch - x.scalars.bias.batch, part + 1
+    return Place(batch, head, row_block, key_block, part)
+
+
+@cute.jit
+def bias_tile(variant: cutlass.Constexpr, x: Any, number: Int32) -> BiasTile:
+    """Returns tile ``number``."""
+    return tile_at(variant, x, place_of(x, number))
+
+
+@cute.jit
+def tile_at(variant: cutlass.Constexpr, x: Any, place: Place) -> BiasTile:
+    """Returns the tile at ``place``."""
+    bias, grid, config = x.scalars.bias, x.grid, variant.config
+    q_len, kv_len = x.scalars.sequences.rows
     heads, batches = Int32(1), Int32(1)
     if bias.heads == 1:
         heads = grid.heads
@@ -133,17 +193,13 @@ def bias_tile(variant: cutlass.Constexpr, x: Any, number: Int32) -> BiasTile:
         batches = cute.size(x.arrays.k, mode=[3])
     pairs = batches * heads
     size = ceil_div(pairs, grid.parts)
-    start = cutlass.min(part * size, pairs)
+    start = cutlass.min(place.part * size, pairs)
     return BiasTile(
-        batch,
-        head,
-        row_block,
-        key_block,
-        part,
+        *place,
         Range(start, cutlass.min(start + size, pairs)),
         heads,
-        _swept(row_block, bias.rows, q_len, config.block_q),
-        _swept(key_block, bias.keys, kv_len, config.block_kv),
+        _swept(place.row_block, bias.rows, q_len, config.block_q),
+        _swept(place.key_block, bias.keys, kv_len, config.block_kv),
     )
 
 
@@ -159,15 +215,31 @@ class Step(NamedTuple):
     blocks: Range
 
 
+class Pair(NamedTuple):
+    """A batch and a head that a tile is added to; a key/value head that is None is derived."""
+
+    batch: Int32
+    head: Int32
+    kv_head: Int32 | None = None
+
+
 @cute.jit
 def step_at(
     variant: cutlass.Constexpr, x: Any, tile: BiasTile, pair: Int32, row_block: Int32
 ) -> Step:
     """Returns the step for a block of queries of pair ``pair`` of a tile."""
-    sequences = x.scalars.sequences
-    q_len, kv_len = sequences.rows
     # A tile is added to every batch or head if that extent of the bias is 1, else to its own.
     batch, head = tile.batch + pair // tile.heads, tile.head + pair % tile.heads
+    return step_of(variant, x, tile, Pair(batch, head), row_block)
+
+
+@cute.jit
+def step_of(
+    variant: cutlass.Constexpr, x: Any, tile: BiasTile, pair: Pair, row_block: Int32
+) -> Step:
+    """Returns the step for a block of queries of a batch and a head that a tile is added to."""
+    sequences, batch = x.scalars.sequences, pair.batch
+    q_len, kv_len = sequences.rows
     zero, first_row = Int32(0), row_block * variant.config.block_q
     span = tiles.Span(
         batch,
@@ -184,7 +256,8 @@ def step_at(
     end = cutlass.min(blocks.end, tile.key_blocks.end)
     if first_row >= span.own_len:
         end = start
-    place = tiles.Tile(Boolean(True), zero, row_block, head, head // x.grid.group, batch)
+    kv_head = pair.head // x.grid.group if const_expr(pair.kv_head is None) else pair.kv_head
+    place = tiles.Tile(Boolean(True), zero, row_block, pair.head, kv_head, batch)
     work = Work(place, span, window, blocks, end - start, zero)
     return Step(work, Range(start, end))
 

@@ -297,6 +297,11 @@ class MmaSyncBiasGradient:
         return WARP_ROWS * self.warps
 
     @property
+    def balances_parts(self) -> bool:
+        """No: how many CTAs share a multiprocessor is not known where parts are chosen."""
+        return False
+
+    @property
     def own_rows(self) -> int:
         """Rows of a tile that the warps own; these are queries."""
         return self.block_q

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from jax_fa.spec.key import KernelKey
 
+FLOATS_OF_CHUNK = 32
+HALVES_OF_CHUNK = 64
+"""Keys of a chunk of the bias, by the size of its elements."""
+
 
 @dataclass(frozen=True)
 class HopperBiasGradient:
@@ -14,6 +18,8 @@ class HopperBiasGradient:
     Attributes:
         block_kv: keys of a tile.
         stages: depth of the rings of queries and keys, and of dO and values.
+        bias_stages: chunks of the bias in shared memory; a tile in float32 fits, too.
+        step_stages: steps that are described, with the statistics of their rows, at a time.
         num_consumers: warpgroups that own 64 query rows each.
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
@@ -21,9 +27,11 @@ class HopperBiasGradient:
 
     block_kv: int
     stages: int
+    bias_stages: int
+    step_stages: int
     num_consumers: int = 2
-    consumer_registers: int = 240
-    producer_registers: int = 24
+    consumer_registers: int = 224
+    producer_registers: int = 56
     packs_heads: bool = False
     is_persistent: bool = True
 
@@ -32,12 +40,35 @@ class HopperBiasGradient:
         """Query rows of one tile."""
         return 64 * self.num_consumers
 
+    @property
+    def balances_parts(self) -> bool:
+        """Whether parts of a tile are so many that multiprocessors, one tile each, end together."""
+        return True
+
+    @property
+    def half_chunks(self) -> int:
+        """Chunks of a tile of a bias of 16 bits; the last may reach beyond the tile."""
+        return -(-self.block_kv // HALVES_OF_CHUNK)
+
+    @property
+    def float_chunks(self) -> int:
+        """Chunks of a tile of a bias in float32."""
+        return self.block_kv // FLOATS_OF_CHUNK
+
 
 def hopper_bias_gradient(key: KernelKey) -> HopperBiasGradient:
     """The configuration for ``key``: the largest tile whose S, dP and sums fit without spills.
 
-    D = 64 with 128 keys spills 160 bytes, with 112 keys 56 (DSL 4.8.1).
+    D = 64 with 128 keys spills 160 bytes, with 112 keys 56 (DSL 4.8.1). Where shared memory allows,
+    the bias of the next tile is loaded while this one's is used: that pays where few batches and
+    heads share a tile. D = 128 and 256 fill shared memory to the last KB.
     """
+    if key.head_dim <= 64:
+        return HopperBiasGradient(96, stages=2, bias_stages=6, step_stages=4)
+    if key.head_dim == 96:
+        return HopperBiasGradient(64, stages=2, bias_stages=4, step_stages=4)
+    if key.head_dim == 192:
+        return HopperBiasGradient(64, stages=1, bias_stages=4, step_stages=4)
     return HopperBiasGradient(
-        block_kv=96 if key.head_dim <= 64 else 64, stages=2 if key.head_dim <= 128 else 1
+        64, stages=2 if key.head_dim == 128 else 1, bias_stages=2, step_stages=2
     )

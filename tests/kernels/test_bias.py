@@ -384,6 +384,10 @@ READ_BY_TMA = Case("staged", q_len=150, kv_len=136, heads=2, kv_heads=1)
 STAGED = Biased(READ_BY_TMA)
 STAGED_FLOATS = Biased(READ_BY_TMA, "BNTS", "float32")
 STAGED_ROW = Biased(READ_BY_TMA, "NS")
+STAGED_SHARED = Biased(Case("shared", batch=8, q_len=70, kv_len=64), "TS")
+SHARED_LENGTHS = Biased(
+    Case("lengths", q_lengths=(150, 77), kv_lengths=(100, 134), **SMALLER), "NTS"
+)
 BAND = Biased(Case("band", window=(10, 0), q_len=70, kv_len=133))
 SEGMENTED = Biased(
     Case("segmented", 1, 150, 270, segments=(documents(70, 80), documents(120, 140, -10)))
@@ -441,23 +445,23 @@ def chunks_are_counted_from_one(kernels):
 
 def rows_of_a_chunk_are_one_further(kernels):
     """The row below, and its swizzle."""
-    right = kernels.fwd_bias_roles.of_thread
+    right = kernels.bias_chunks.of_thread
 
     def wrong(x, c, stage):
         return right(x, c._replace(thread=c.thread + 4), stage)
 
-    return {"fwd_bias_roles.of_thread": wrong}
+    return {"bias_chunks.of_thread": wrong}
 
 
 def chunks_are_not_swizzled(kernels):
     """Columns lie where they would without a swizzle."""
-    right = kernels.fwd_bias_roles.of_thread
+    right = kernels.bias_chunks.of_thread
 
     def wrong(x, c, stage):
         chunk = right(x, c, stage)
         return chunk._replace(start=chunk.start // 32 * 32)
 
-    return {"fwd_bias_roles.of_thread": wrong}
+    return {"bias_chunks.of_thread": wrong}
 
 
 def chunks_are_of_the_first_head(kernels):
@@ -499,13 +503,13 @@ def large_scores_overflow(kernels):
 
 def one_pair_stands_for_all(kernels):
     """Of the batches and heads that share a tile, one counts."""
-    right, make = kernels.dbias_roles.bias_tile, kernels.dbias_work.Range
+    right, make = kernels.dbias_steps.tile_at, kernels.dbias_work.Range
 
-    def wrong(variant, x, number):
-        tile = right(variant, x, number)
+    def wrong(variant, x, place):
+        tile = right(variant, x, place)
         return tile._replace(pairs=make(tile.pairs.start, tile.pairs.start + 1))
 
-    return {"dbias_roles.bias_tile": wrong}
+    return {"dbias_steps.tile_at": wrong}
 
 
 def one_block_stands_for_all(kernels):
@@ -544,6 +548,116 @@ def unused_rows_count(kernels):
     """Rows beyond the sequence are added, whatever they hold."""
     right = kernels.dbias_roles.add_products
     return {"dbias_roles.add_products": lambda c, stats, s, dp, _: right(c, stats, s, dp, False)}
+
+
+def a_pair_follows_itself(kernels):
+    """All batches and heads that share a tile are the first."""
+    return {"dbias_steps._next_pair": lambda x, tile, at: at}
+
+
+def all_steps_are_alike(kernels):
+    """Lengths and blocks of rows are those of the first batch, and the first."""
+    return {"dbias_steps.are_alike": lambda x, tile: kernels.dbias_steps.Boolean(True)}
+
+
+def all_rows_have_the_statistics_of_the_first(kernels):
+    """A stride of 0."""
+    right = kernels.dbias_steps.row_places
+    return {"dbias_steps.row_places": lambda *args: [x * 0 for x in right(*args)]}
+
+
+def rows_without_a_key_have_statistics(kernels):
+    """Whatever they hold."""
+
+    def wrong(work, row, lse):
+        return work.span.first_row + row >= work.span.own_len
+
+    return {"dbias_steps.is_unused": wrong}
+
+
+def nothing_is_hidden(kernels):
+    """No step says so."""
+    wrong = kernels.dbias_steps.Boolean
+    return {"dbias_steps.may_hide": lambda *_: wrong(False)}
+
+
+def tiles_do_not_carry(kernels):
+    """The next tile is in the same row of tiles."""
+    make = kernels.dbias_work.Place
+
+    def wrong(x, place, steps):
+        return make(place.batch, place.head, place.row_block, place.key_block + 1, place.part)
+
+    return {"dbias_steps.place_after": wrong}
+
+
+def there_are_more_parts_than_scratch(kernels):
+    """By one."""
+    return {"dbias_work.balanced_parts": lambda number, pairs, most, num_sms: most + 1}
+
+
+def chunks_are_counted_from_the_first_key(kernels):
+    """Every tile has the bias of the first keys."""
+    right = kernels.bias_chunks.views
+
+    def wrong(described, smem, bias, rows, first_half=0):
+        return right(described, smem, bias, rows, first_half * 0)
+
+    return {"bias_chunks.views": wrong}
+
+
+def a_ring_has_one_round(kernels):
+    """The parity is always the first one's."""
+    right = kernels.dbias_roles._chunk_state
+    return {"dbias_roles._chunk_state": lambda v, stage, parity: right(v, stage, parity * 0)}
+
+
+def sums_of_rows_are_rows(kernels):
+    """Every tile is written row by row."""
+    staged = kernels.bias_chunks.is_staged
+    return {"dbias_roles.is_written_by_rows": lambda x: staged(x.scalars.bias)}
+
+
+def rows_by_units_have_no_end(kernels):
+    """Rows beyond the last are written."""
+    right = kernels.bias_chunks.copy_rows
+
+    def wrong(x, stage, row, units, target):
+        right(x, stage, row, units, target._replace(num_rows=target.num_rows + 64))
+
+    return {"bias_chunks.copy_rows": wrong}
+
+
+def units_have_no_end(kernels):
+    """Keys beyond the last are written."""
+    right = kernels.bias_chunks.copy_rows
+
+    def wrong(x, stage, row, units, target):
+        right(x, stage, row, units, target._replace(size_bytes=target.size_bytes + 128))
+
+    return {"bias_chunks.copy_rows": wrong}
+
+
+def nobody_waits_until_the_bias_is_read(kernels):
+    """Sums of columns are written where another warp may still add the bias."""
+    right = kernels.primitives.meet
+
+    def wrong(variant, name, further=0):
+        if name != "read":
+            right(variant, name, further)
+
+    return {"primitives.meet": wrong}
+
+
+def nobody_waits_until_sums_are_read(kernels):
+    """The next tile's bias is written where another warp may still read sums of columns."""
+    right = kernels.primitives.meet
+
+    def wrong(variant, name, further=0):
+        if name != "summed":
+            right(variant, name, further)
+
+    return {"primitives.meet": wrong}
 
 
 def rows_of_the_gradient_lie_closer(kernels):
@@ -761,6 +875,23 @@ FAULTS = [
     ("dbias", BY_ROW, keys_are_not_summed),
     ("dbias", CAPPED, a_cap_has_no_slope),
     ("dbias", USED, unused_rows_count),
+    ("dbias", SHARED, a_pair_follows_itself),
+    ("dbias", SHARED_LENGTHS, all_steps_are_alike),
+    ("dbias", BY_KEY, all_steps_are_alike),
+    ("dbias", PLAIN, all_rows_have_the_statistics_of_the_first),
+    ("dbias", LEAST, rows_without_a_key_have_statistics),
+    ("dbias", BAND, nothing_is_hidden),
+    ("dbias", PLAIN, tiles_do_not_carry),
+    ("dbias", SHARED, there_are_more_parts_than_scratch),
+    ("dbias", ODD, every_bias_is_staged),
+    ("dbias", STAGED, chunks_are_counted_from_the_first_key),
+    ("dbias", STAGED, rows_of_a_chunk_are_one_further),
+    ("dbias", STAGED, chunks_are_not_swizzled),
+    ("dbias", STAGED, a_ring_has_one_round),
+    ("dbias", STAGED_ROW, sums_of_rows_are_rows),
+    ("dbias", STAGED_SHARED, sums_of_rows_are_rows),
+    ("dbias", STAGED, rows_by_units_have_no_end),
+    ("dbias", STAGED, units_have_no_end),
 ]
 
 
@@ -775,13 +906,60 @@ def kernel_modules():
     """Modules of the kernels, by their last names."""
     names = ["bias", "softmax", "fragment_softmax", "fragment_bias_columns"]
     names += ["dbias_host", "dbias_rows", "dbias_work", "backward_rows", "sm90.dbias_roles"]
+    names += ["sm90.dbias_steps", "primitives"]
     names += ["sm90.bwd_dbias", "sm90.bwd_bias", "sm90.bias_chunks", "sm90.fwd_bias_roles", "tiles"]
     found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
     return SimpleNamespace(**found)
 
 
+# A warp each of load, load_bias and both parts of find, and of either consumer.
+LAGGING = [
+    Options(completion, starved=warp)
+    for completion, warp in zip(["lazy", "eager", "random"] * 2, (0, 1, 2, 3, 4, 9), strict=True)
+]
+
+
+@pytest.mark.parametrize("options", LAGGING, ids=lambda x: f"{x.completion}-{x.starved}")
 @pytest.mark.parametrize(
-    ("operation", "biased", "fault"), FAULTS, ids=[f"{x[0]}-{x[2].__name__}" for x in FAULTS]
+    "biased", [USED, STAGED, STAGED_FLOATS, STAGED_ROW, STAGED_SHARED, ODD], ids=str
+)
+def test_gradients_of_a_bias_need_no_warp_that_keeps_pace(kernels, biased, options):
+    given = given_of(biased)
+    check(call(kernels("dbias"), "dbias", given, options=options), given)
+
+
+@pytest.mark.parametrize(
+    ("fault", "biased"),
+    [
+        (nobody_waits_until_the_bias_is_read, STAGED_ROW),
+        (nobody_waits_until_sums_are_read, BY_KEY),
+    ],
+)
+def test_a_fault_is_noticed_if_a_warp_lags(tmp_path, monkeypatch, fault, biased):
+    modules, options = kernel_modules(), Options(starved=4)
+    (wrong,) = fault(modules).values()
+    monkeypatch.setattr(modules.primitives, "meet", wrong)
+    built = build(tmp_path, MODULES["dbias"], KEY, choose_dbias(KEY), fault.__name__)
+    given = given_of(biased)
+    with pytest.raises((AssertionError, EmulationError)):
+        check(call(built, "dbias", given, options=options), given)
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+def test_gradients_of_a_bias_of_larger_heads_are_right(kernels, head_dim):
+    """Their rings hold fewer chunks and steps."""
+    value_dim = min(head_dim, 128) if head_dim == 192 else head_dim
+    key = dataclasses.replace(KEY, head_dim=head_dim, value_dim=value_dim)
+    sizes = {"head_dim": head_dim, "value_dim": value_dim, "batch": 2, "heads": 2, "kv_heads": 1}
+    for kv_len, dims in ((133, "NTS"), (136, "TS"), (136, "NTS"), (136, "NS")):
+        for dtype in (None, "float32"):
+            case = Case("larger", q_len=150, kv_len=kv_len, is_causal=True, **sizes)
+            given = given_of(Biased(case, dims, dtype))
+            check(call(kernels("dbias", key), "dbias", given), given)
+
+
+@pytest.mark.parametrize(
+    ("operation", "biased", "fault"), FAULTS, ids=[f"{x[0]}-{x[2].__name__}-{x[1]}" for x in FAULTS]
 )
 def test_a_fault_is_noticed(tmp_path, monkeypatch, operation, biased, fault):
     modules = kernel_modules()

@@ -3,7 +3,7 @@
 What TMA cannot read, consumers load from global memory when they need it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -12,27 +12,15 @@ from cutlass.pipeline import PipelineProducer
 
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import edges, fragments, loads, primitives
-from jax_fa.kernels.bias import Bias
 from jax_fa.kernels.forward_host import ForwardCall
 from jax_fa.kernels.forward_work import Variant, Work, below
-from jax_fa.kernels.fragment_rows import GROUP_ROWS, rows_of_thread
+from jax_fa.kernels.fragment_rows import rows_of_thread
 from jax_fa.kernels.sm90 import bias_chunks
-from jax_fa.kernels.sm90.bias_chunks import HALVES, UNIT_WORDS, WORDS
+from jax_fa.kernels.sm90.bias_chunks import HALVES, WORDS
 from jax_fa.kernels.sm90.fwd_lists import anew, begin, find, next_tile, on_list, release, state_at
 from jax_fa.kernels.sm90.fwd_work import ForwardContext, thread_anew
 from jax_fa.kernels.sm90.plan_bias import ANY, CHUNK_BYTES, FLOAT, HALF
 from jax_fa.spec.config_sm90 import HopperForward
-
-
-@cute.jit
-def form_of(bias: Bias) -> Int32:
-    """The form of steps that a bias takes: ``plan_bias.py``."""
-    form = Int32(ANY)
-    if bias_chunks.is_staged(bias) & (bias.soft_cap == 0.0):
-        form = Int32(FLOAT)
-        if bias.size_bytes == 2:
-            form = Int32(HALF)
-    return form
 
 
 def layout(config: HopperForward) -> cute.ComposedLayout:
@@ -112,7 +100,7 @@ def steps(
     The instructions of a step that need not mask are few and lie side by side: those of one step
     for all cases would not fit the instruction cache.
     """
-    form = form_of(x.scalars.bias)
+    form = bias_chunks.form_of(x.scalars.bias)
     for _ in cutlass.range(work.num_blocks - 1, unroll=1):
         if at.hides | (form == ANY):
             at = step(variant, at.hides, x, c, work, q_index, at, ANY)
@@ -121,13 +109,6 @@ def steps(
         else:
             at = step(variant, False, x, c, work, q_index, at, FLOAT)
     return at
-
-
-class ChunkOfThread(NamedTuple):
-    """A chunk in shared memory, and the word at which the calling thread's first row begins."""
-
-    words: cute.Pointer
-    start: Int32
 
 
 @cute.jit
@@ -174,56 +155,14 @@ def _add_staged(
         chunk = state_at(ring, number * count + i)
         ring.consumer_wait(chunk)
         if const_expr(form == HALF):
-            _add_halves(scores, i, of_thread(x, c, chunk.index), bias, variant.dtype)
+            groups, own = HALVES // 8, bias_chunks.of_thread(x, c, chunk.index)
+            bias_chunks.add_halves(scores, groups * i, groups, own, bias, variant.dtype)
         else:
-            _add_floats(scores, i, of_thread(x, c, chunk.index), bias)
+            own = bias_chunks.of_thread(x, c, chunk.index)
+            bias_chunks.add_floats(scores, WORDS // 8 * i, own, bias)
         # HAZARD: one lane releases for the warp, so all its lanes must have read before.
         cute.arch.sync_warp()
         ring.consumer_release(chunk)
-
-
-def of_thread(x: Any, c: Any, stage: Int32) -> ChunkOfThread:
-    """The chunk of a ``stage``, as the calling thread reads it."""
-    row = c.index * GROUP_ROWS + fragments.row_in_tile(c.thread)
-    words = cute.recast_ptr(x.smem.bias[None, None, stage].iterator, dtype=Int32)
-    return ChunkOfThread(words, row * WORDS + row % 8 * UNIT_WORDS)
-
-
-@cute.jit
-def _add_halves(
-    scores: cute.Tensor,
-    number: cutlass.Constexpr[int],
-    chunk: ChunkOfThread,
-    bias: Bias,
-    dtype: cutlass.Constexpr,
-) -> None:
-    groups = HALVES // 8
-    start = chunk.start + cute.arch.lane_idx() % 4
-    for g in cutlass.range_constexpr(groups):
-        for r in cutlass.range_constexpr(fragments.ROWS):
-            word = chunk.words[(start ^ (g * UNIT_WORDS)) + r * 8 * WORDS]
-            pair = primitives.widen(word, dtype)
-            first = 4 * (groups * number + g) + 2 * r
-            for i in cutlass.range_constexpr(2):
-                scores[first + i] = scores[first + i] * bias.scale + pair[i]
-
-
-@cute.jit
-def _add_floats(
-    scores: cute.Tensor,
-    number: cutlass.Constexpr[int],
-    chunk: ChunkOfThread,
-    bias: Bias,
-) -> None:
-    groups = WORDS // 8
-    start = chunk.start ^ (cute.arch.lane_idx() % 4 * 2)
-    for g in cutlass.range_constexpr(groups):
-        for r in cutlass.range_constexpr(fragments.ROWS):
-            at = (start ^ (g * 2 * UNIT_WORDS)) + r * 8 * WORDS
-            first = 4 * (groups * number + g) + 2 * r
-            for i in cutlass.range_constexpr(2):
-                added = biases.as_float(chunk.words[at + i])
-                scores[first + i] = scores[first + i] * bias.scale + added
 
 
 @cute.jit
