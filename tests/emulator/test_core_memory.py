@@ -1,5 +1,7 @@
 """The compiled core's accesses to memory do what numpy's do, and leave every fault to them."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,12 @@ def written(*numbers):
 
 def store(shared, *at, warp=3):
     shared.store(offsets(*at), words(len(at)), warp)
+
+
+def read_chunk_whose_half_was_written(s, at):
+    store(s, at, at + 4)
+    s.publish(3)
+    s.begin_read(chunks(6), "x")
 
 
 FAULTS = {
@@ -87,7 +95,7 @@ FAULTS = {
     ),
     **{
         f"read of a chunk whose {half} half was written": (
-            lambda s, at=at: (store(s, at, at + 4), s.publish(3), s.begin_read(chunks(6), "x")),
+            functools.partial(read_chunk_whose_half_was_written, at=at),
             UninitializedReadError,
         )
         for half, at in (("first", 96), ("second", 104))
