@@ -1,14 +1,16 @@
-"""``python -m benchmarks.kernel_times``: a forward's kernel beside PyTorch's FlashAttention-2.
+"""``python -m benchmarks.kernel_times``: kernels beside those of PyTorch's FlashAttention-2.
 
 Times of kernels alone, at the clocks that ncu sets, so that neither launches nor the power limit of
-the card come into it. Needs ncu, PyTorch and a GPU. Prints microseconds and how many times as fast
-as FlashAttention-2 jax_fa is, with geometric means by head size. For the kernels of 8.x on a Hopper
-GPU: an installation made with ``tests/gpu/mma_sync_on_hopper.py``.
+the card come into it. Needs ncu, PyTorch and a GPU. Prints microseconds of a forward, and of
+forward and backward, and how many times as fast as FlashAttention-2 jax_fa is, with geometric means
+by head size. For the kernels of 8.x on a Hopper GPU: an installation made with
+``tests/gpu/mma_sync_on_hopper.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import re
 import statistics
@@ -41,7 +43,7 @@ POINTS = tuple(
 
 
 def run_jax_fa() -> None:
-    """Calls the forward of every point."""
+    """Calls forward and backward of every point."""
     import jax
     import jax.numpy as jnp
 
@@ -49,23 +51,28 @@ def run_jax_fa() -> None:
 
     for point in POINTS:
         shape = (TOKENS // point.length, point.length, point.heads, point.head_dim)
-        x = jax.random.normal(jax.random.key(0), (3, *shape), jnp.bfloat16)
-        attend = jax.jit(jax_fa.attention, static_argnames="is_causal")
+        x = jax.random.normal(jax.random.key(0), (4, *shape), jnp.bfloat16)
+        attend = functools.partial(jax_fa.attention, is_causal=point.is_causal)
+        differentiate = jax.jit(lambda *x, attend=attend: jax.vjp(attend, *x[:3])[1](x[3]))
         for _ in range(REPEATS):
-            jax.block_until_ready(attend(*x, is_causal=point.is_causal))
+            jax.block_until_ready(differentiate(*x))
 
 
 def run_torch() -> None:
     """The same in PyTorch."""
     import torch
-    from torch.nn import attention, functional
+    from torch.nn import attention
+    from torch.nn.functional import scaled_dot_product_attention
 
     for point in POINTS:
         shape = (TOKENS // point.length, point.heads, point.length, point.head_dim)
-        x: Any = torch.randn(3, *shape, device="cuda", dtype=torch.bfloat16)
+        x: Any = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+        for operand in x[:3]:
+            operand.requires_grad_()
         with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
             for _ in range(REPEATS):
-                functional.scaled_dot_product_attention(*x, is_causal=point.is_causal)
+                out = scaled_dot_product_attention(*x[:3], is_causal=point.is_causal)
+                out.backward(x[3])
     torch.cuda.synchronize()
 
 
@@ -78,31 +85,54 @@ def durations(text: str) -> list[float]:
     return [float(value.replace(",", "")) * _UNITS[unit] for unit, value in found]
 
 
-def measure(who: str) -> list[float]:
-    """The least duration of each point."""
+class Times(NamedTuple):
+    """Microseconds of a point, each the least of all repeats; or ratios of them."""
+
+    forward: float
+    both: float
+
+
+def times_of(found: Sequence[float]) -> list[Times]:
+    """The times of all points, from those of their kernels; a forward is one kernel."""
+    kernels, rest = divmod(len(found), REPEATS * len(POINTS))
+    if rest or not kernels:
+        raise SystemExit(f"{len(found)} kernels ran, not as many for each point")
+    calls = [found[i : i + kernels] for i in range(0, len(found), kernels)]
+    return [
+        Times(min(call[0] for call in repeats), min(map(sum, repeats)))
+        for repeats in (calls[i : i + REPEATS] for i in range(0, len(calls), REPEATS))
+    ]
+
+
+def measure(who: str) -> list[Times]:
+    """The times of each point."""
     program = [sys.executable, "-m", "benchmarks.kernel_times", "--run", who]
     command = ["ncu", "--metrics", "gpu__time_duration.sum", "-k", _KERNELS, *program]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    times = durations(done.stdout)
-    if len(times) != REPEATS * len(POINTS):
-        raise SystemExit(f"{who}: {len(times)} kernels ran, not {REPEATS} for each point")
-    return [min(times[i : i + REPEATS]) for i in range(0, len(times), REPEATS)]
+    return times_of(durations(done.stdout))
 
 
-def table(ours: Sequence[float], theirs: Sequence[float]) -> str:
+def table(ours: Sequence[Times], theirs: Sequence[Times]) -> str:
     """The table, and geometric means below it."""
     lines = ["| D | T | mask | jax_fa us | FlashAttention-2 us | ratio |"]
     lines.append("| ---: | ---: | --- | ---: | ---: | ---: |")
-    ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
+    ratios = [
+        Times(other.forward / own.forward, other.both / own.both)
+        for own, other in zip(ours, theirs, strict=True)
+    ]
     for point, own, other, ratio in zip(POINTS, ours, theirs, ratios, strict=True):
-        mask = "causal" if point.is_causal else "full"
-        start = f"| {point.head_dim} | {point.length} | {mask}"
-        lines.append(f"{start} | {own:.0f} | {other:.0f} | {ratio:.2f} |")
+        cells = [f"{point.head_dim}", f"{point.length}", "causal" if point.is_causal else "full"]
+        cells += [f"{times.forward:.0f} / {times.both:.0f}" for times in (own, other)]
+        cells += [f"{ratio.forward:.2f} / {ratio.both:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     by_size = itertools.groupby(zip(POINTS, ratios, strict=True), lambda pair: pair[0].head_dim)
     for head_dim, pairs in by_size:
         found = [ratio for _, ratio in pairs]
-        mean = statistics.geometric_mean(found)
-        lines.append(f"\nD = {head_dim}: geometric mean {mean:.3f}, least {min(found):.3f}")
+        lines.append("")
+        for name in Times._fields:
+            these = [getattr(ratio, name) for ratio in found]
+            mean = f"geometric mean {statistics.geometric_mean(these):.3f}"
+            lines.append(f"D = {head_dim}, {name}: {mean}, least {min(these):.3f}")
     return "\n".join(lines)
 
 

@@ -107,11 +107,17 @@ def test_exchanges_beside_kernels_are_counted(tmp_path):
 def test_times_of_kernels_alone_are_those_that_ncu_tells():
     text = "  gpu__time_duration.sum   us   12.50\n  gpu__time_duration.sum   ms  1,000.25\n"
     assert kernel_times.durations(text) == [12.5, 1000250.0]
-    ours = [10.0] * len(kernel_times.POINTS)
-    shown = kernel_times.table(ours, [5.0, *[20.0] * (len(ours) - 1)])
-    assert "| 64 | 512 | full | 10 | 5 | 0.50 |" in shown
-    assert "D = 64: geometric mean 1.782, least 0.500" in shown
-    assert shown.endswith("D = 128: geometric mean 2.000, least 2.000")
+    number = len(kernel_times.POINTS)
+    found = [[9.0, 5.0], [8.0, 7.0], [10.0, 4.0]] * number
+    times = kernel_times.times_of([x for call in found for x in call])
+    assert times == [kernel_times.Times(8.0, 14.0)] * number
+    theirs = [kernel_times.Times(16.0, 7.0), *[kernel_times.Times(16.0, 28.0)] * (number - 1)]
+    shown = kernel_times.table(times, theirs)
+    assert "| 64 | 512 | full | 8 / 14 | 16 / 7 | 2.00 / 0.50 |" in shown
+    assert "D = 64, both: geometric mean 1.782, least 0.500" in shown
+    assert shown.endswith("D = 128, both: geometric mean 2.000, least 2.000")
+    with pytest.raises(SystemExit, match="not as many for each point"):
+        kernel_times.times_of([1.0] * (3 * number + 1))
 
 
 def test_devices_that_share_sequences_are_timed_against_one(capsys, tmp_path):
