@@ -85,6 +85,7 @@ TOWERS = {
         Layer("kernels.backward_work", "cutlass cuda"),
         Layer("kernels.fragment_keys", "cutlass cuda"),
         Layer("kernels.fragment_bias_columns", "cutlass cuda"),
+        Layer("kernels.half_powers", "cutlass cuda"),
         Layer("kernels.dbias_work", "cutlass cuda"),
         Layer("kernels.dbias_rows", "cutlass cuda"),
         Layer("kernels.*_host", "cutlass cuda"),

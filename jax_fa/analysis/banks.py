@@ -274,7 +274,8 @@ def mma_sync_backward(key: KernelKey, config: MmaSyncBackward) -> tuple[Access, 
             Access(f"dK, dV and dQ, {name}", "ldmatrix.x4.trans", 16, tile, _matrices_by_rows)
             for name, tile in (("k", k), ("q", q), ("dout", dout))
         ),
-        Access("dS", "st.shared.b32", 4, ds, _pair_of_fragment),
+        Access("P and dS", "st.shared.b32", 4, ds, _pair_of_fragment),
+        Access("dK and dV, P and dS", "ldmatrix.x4", 16, ds, _matrices_by_rows),
         Access("dQ, dS", "ldmatrix.x4.trans", 16, ds, _matrices_transposed),
         Access("lse2 and delta", "ld.shared.v2", 8, None, lambda lane: Element(lane % 4 * 2, 0)),
     )

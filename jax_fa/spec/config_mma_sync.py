@@ -5,7 +5,8 @@ Tiles, warps and stages. Each choice comes with the counts behind it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jax_fa.spec.arch import arch_of_target, capability_number
 from jax_fa.spec.division import GRANULE
@@ -185,7 +186,7 @@ def few_queries(key: KernelKey) -> FewQueries:
     return FewQueries(32, warps=2, q_in_registers=False, scales_always=_carries_pairs(key))
 
 
-SWEEP_WORDS = 20
+SWEEP_WORDS = 21
 """Words of its work that a backward's sweep uses, at most."""
 
 
@@ -194,37 +195,62 @@ class MmaSyncBackward:
     """A backward kernel's tile and resources.
 
     Attributes:
-        warps: warps of a CTA; each owns 16 keys.
+        warps: warps of a CTA.
+        row_tiles: tiles of 16 keys that a warp owns; they share what it reads of Q and dO.
         stages: blocks of queries and of dO that shared memory holds. With one, each is loaded as
             soon as its last product of a step is done.
         parts: parts of a block of queries; their scores are computed one after the other.
         work_words: words of its work that a sweep reads from shared memory, not from registers.
-        splits_results: two groups of four warps own the same keys: one computes P and dV, the other
-            dS and dK. One part of a block is loaded at a time, and ``stages`` counts parts.
+        splits_columns: two warps own the same keys: each computes the scores of half of the queries
+            and half of the columns of dK and dV. P and dS pass through shared memory.
+        splits_results: two warps own the same keys: one computes P and dV, the other dS and dK. One
+            part of a block is loaded at a time, and ``stages`` counts parts.
+        num_consumers: groups of four warps that divide the columns of dQ where it is rounded.
+        adds_four: dQ is added to global memory four floats at a time, not one.
         opt_level: the compiler's level. At 1 it reorders little and so needs fewer registers.
     """
 
     warps: int
+    row_tiles: int = 1
     stages: int = 1
     parts: int = 1
     work_words: int = 0
+    splits_columns: bool = False
     splits_results: bool = False
+    num_consumers: int = 1
+    adds_four: bool = False
     opt_level: int = 3
 
     @property
     def block_kv(self) -> int:
         """Keys of one tile."""
-        return WARP_ROWS * self.warps // (2 if self.splits_results else 1)
+        return self.warp_rows * self.warps // self.sharing
 
     @property
-    def own_rows(self) -> int:
-        """Rows of a tile that the warps own; these are keys."""
-        return self.block_kv
+    def sharing(self) -> int:
+        """Warps that own the same keys."""
+        return 2 if self.splits_columns or self.splits_results else 1
+
+    @property
+    def warp_rows(self) -> int:
+        """Keys that a warp owns, and queries whose dQ it computes at a time."""
+        return WARP_ROWS * self.row_tiles
+
+    def first_row(self, warp: Any) -> Any:
+        """The first row of a tile that a warp owns; rows are keys."""
+        if self.splits_results:
+            return warp * self.warp_rows % self.block_kv
+        return warp // self.sharing * self.warp_rows
+
+    @property
+    def loads(self) -> int:
+        """Loads of a block of queries, one after the other."""
+        return self.parts if self.splits_results else 1
 
     @property
     def loaded_rows(self) -> int:
         """Query rows that are loaded at a time."""
-        return self.block_q // (self.parts if self.splits_results else 1)
+        return self.block_q // self.loads
 
     @property
     def block_q(self) -> int:
@@ -232,14 +258,9 @@ class MmaSyncBackward:
         return 64
 
     @property
-    def num_consumers(self) -> int:
-        """Groups of four warps; each computes its share of the columns of 64 rows of dQ."""
-        return self.warps // 4
-
-    @property
     def splits_keys(self) -> bool:
-        """Whether warps own keys, with all columns of dK, of dV or of both: they always do."""
-        return True
+        """Whether warps own keys, with all columns of dK, of dV or of both."""
+        return not self.splits_columns
 
     @property
     def splits_dq_rows(self) -> bool:
@@ -250,31 +271,42 @@ class MmaSyncBackward:
 def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     """The backward configuration for ``key``.
 
-    A thread holds (D + Dv) / 2 elements of dK and dV and, for n queries in a part of a block, n / 2
-    each of P and dP: 128 + 16 + 16 with D = 128. KB of shared memory: D = 64: 32 for K and V,
-    32 for two blocks of Q and dO, 16 for dS; 96: 48 + 24 + 16; 128: 32 + 32 + 8; 192/128:
-    40 + 40 + 8. With D = 256, dK and dV of 16 keys are 256 elements of a thread, so two warps share
-    them: 128 + 8 + 4 elements, and 64 + two times 16 + 2 KB.
+    A product of a warp's 16 keys with 16 queries reads 16 columns of both, 1024 bytes, for 8192
+    operations, one of 32 keys with 32 queries twice as many bytes for four times as many. A step of
+    64 keys by 64 queries with D = 128 takes an A100's tensor core 2,560 cycles, and its shared
+    memory 3,200 cycles if warps own 16 keys, and 2,050 if pairs of warps own 32 and share columns.
+    With D = 64, warps own 32 keys, with all columns. On 12.x, where products take four times as
+    many cycles, eight warps of 16 keys hide more latency.
+
+    A thread holds a share of dK and dV, 128 elements with D = 64 and 128, and 32 elements each of
+    P and dP. KB of shared memory: D = 64: 32 for K and V, 32 for two blocks of Q and dO, 16 for
+    dS; 96: 24 + 24 + 16 for P and dS; 128: 32 + 32 + 16; 192/128: 40 + 40 + 16. With D = 256, dK
+    and dV of 16 keys are 256 elements of a thread, so one warp has dK and another dV: 64 + two
+    times 16 + 2 KB.
     """
-    parts = 2 if key.has_bias else 1
+    adds_four, is_small = _capability(key) >= 90, key.arch == "sm_120"
+    bias_parts = 2 if key.has_bias else 1
+    plain = MmaSyncBackward(8, work_words=SWEEP_WORDS, adds_four=adds_four)
+    if is_small and key.head_dim <= 64:
+        return replace(plain, stages=2, parts=2, work_words=0)
+    if is_small and key.head_dim <= 96:
+        return replace(plain, parts=bias_parts)
     if key.head_dim <= 64:
-        return MmaSyncBackward(warps=8, stages=2, parts=parts)
-    # With the work of a sweep in registers, up to 32 bytes spill (ptxas 13.0).
-    if key.head_dim <= 96:
-        return MmaSyncBackward(warps=8, parts=parts, work_words=SWEEP_WORDS)
+        # At the higher level, 8 bytes spill with a soft cap (DSL 4.8.1).
+        return replace(
+            plain,
+            warps=4,
+            row_tiles=2,
+            stages=2,
+            parts=2 * bias_parts,
+            opt_level=2 if key.has_soft_cap else 3,
+        )
     if key.head_dim > 192:
-        return MmaSyncBackward(8, stages=2, parts=4, work_words=SWEEP_WORDS, splits_results=True)
-    # Spills (DSL 4.8.1): with 192/128 and halves of a block, some 400 bytes under a general mask,
-    # and 8 bytes under any mask on 12.x; with D = 128 on 12.x, 8 bytes under a causal mask at the
-    # higher level.
-    is_large, is_small = key.head_dim > 128, key.arch == "sm_120"
-    is_tight = key.has_bias or (is_large and (key.mask == "general" or is_small))
-    parts = 4 if is_tight else 2
-    # On 10.x, 192/128 in bfloat16 with a bias spills 8 bytes at the higher level.
-    is_tighter = key.has_bias and is_large and _capability(key) // 10 == 10
-    is_small_causal = is_small and key.mask == "causal" and not is_large
-    opt_level = 1 if is_tighter or is_small_causal else 3
-    return MmaSyncBackward(4, parts=parts, work_words=SWEEP_WORDS, opt_level=opt_level)
+        return replace(plain, stages=2, parts=4, splits_results=True, num_consumers=2)
+    if key.head_dim > 128 or key.has_bias or is_small:
+        # Otherwise 192/128, D = 128 on 12.x, and with a bias on 10.x, spill (DSL 4.8.1).
+        return replace(plain, parts=bias_parts, splits_columns=True)
+    return replace(plain, warps=4, row_tiles=2, splits_columns=True)
 
 
 @dataclass(frozen=True)
@@ -301,10 +333,9 @@ class MmaSyncBiasGradient:
         """No: how many CTAs share a multiprocessor is not known where parts are chosen."""
         return False
 
-    @property
-    def own_rows(self) -> int:
-        """Rows of a tile that the warps own; these are queries."""
-        return self.block_q
+    def first_row(self, warp: Any) -> Any:
+        """The first row of a tile that a warp owns; rows are queries."""
+        return warp * WARP_ROWS
 
 
 def mma_sync_bias_gradient(key: KernelKey) -> MmaSyncBiasGradient:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import test_bias
+import test_bias_faults
 from helpers.cases import Case, make
 from helpers.oracle import assert_close, tolerance
 from helpers.recording import needs_compiler, needs_dsl, prebuilt
@@ -23,12 +24,18 @@ from jax_fa.spec.variants import VARIANTS
 
 KEY = KernelKey("sm_80", "bfloat16", 64, 64, "causal")
 FEW = replace(KEY, mask="general", is_split=True, is_few=True)
+COLUMNS = replace(KEY, head_dim=128, value_dim=128)
+"""Two warps share columns in its backward."""
 WIDE = replace(KEY, head_dim=256, value_dim=256)
-"""Two warps share keys in its backward."""
+"""Of two warps, one computes dV and the other dK in its backward."""
+FOUR = replace(KEY, arch="sm_120")
+"""Its backward adds four floats at a time."""
 BIASED = replace(KEY, mask="general", has_bias=True)
 OURS = [variant for variant in VARIANTS if variant.kernels == "mma_sync"]
 CASE = Case("growing", q_len=200, kv_len=260, heads=2, kv_heads=1, is_causal=True)
 """Two tiles of queries; ragged on both sides."""
+COLUMNS_CASE = replace(CASE, name="columns", q_len=130, kv_len=100, head_dim=128)
+"""Two tiles of keys and three blocks of queries."""
 WIDE_CASE = replace(CASE, name="wide", q_len=90, kv_len=100, head_dim=256)
 """Two tiles of keys and two blocks of queries."""
 FEW_CASE = Case("few", batch=2, q_len=3, kv_len=600, heads=6, kv_heads=2, kv_lengths=(600, 50))
@@ -108,7 +115,9 @@ def faultless(tmp_path_factory):
         "few": ("mma_sync.few", FEW, choose_forward(FEW)),
         "fwd": ("mma_sync.fwd", KEY, choose_forward(KEY)),
         "bwd": ("mma_sync.bwd", KEY, choose_backward(KEY)),
+        "columns": ("mma_sync.bwd", COLUMNS, choose_backward(COLUMNS)),
         "wide": ("mma_sync.bwd", WIDE, choose_backward(WIDE)),
+        "four": ("mma_sync.bwd", FOUR, choose_backward(FOUR)),
         "dbias": ("mma_sync.dbias", BIASED, choose_dbias(BIASED)),
     }
     return {name: prebuilt(tmp_path_factory.mktemp(name), *kind) for name, kind in kinds.items()}
@@ -129,14 +138,13 @@ def check(operation, built):
             got = run(built, operands, FEW_CASE.semantics, num_splits=1, seed=1, options=options)
             assert_close(got, tolerance(operands, FEW_CASE.semantics), "bfloat16")
         elif operation == "dbias":
-            for biased in (test_bias.SHARED, test_bias.BY_KEY):
+            for biased in (test_bias_faults.SHARED, test_bias_faults.BY_KEY):
                 given = test_bias.given_of(biased)
                 got = test_bias.call(built, operation, given, options=options)
                 test_bias.check(got, given)
         elif operation != "fwd":
-            got, wanted, *_ = call(
-                built, WIDE_CASE if operation == "wide" else CASE, options=options
-            )
+            case = {"columns": COLUMNS_CASE, "wide": WIDE_CASE}.get(operation, CASE)
+            got, wanted, *_ = call(built, case, options=options)
             assert_close(got, wanted, "bfloat16")
         else:
             operands = growing()
@@ -183,9 +191,14 @@ FAULTS = {
         lambda t: everywhere(r"(shfl\.sync\.bfly\.b32[^;]*), 2, 31,", r"\1, 0, 31,", t),
     ),
     "bwd-queries are not awaited": ("bwd", lambda t: without(WAIT, 1, t)),
-    "bwd-queries of other warps are not awaited": ("bwd", lambda t: without(BARRIER, 5, t)),
-    "bwd-dS of other warps is not awaited": ("bwd", lambda t: without(BARRIER, 6, t)),
-    "bwd-keys are replaced while they are read": ("bwd", lambda t: without(BARRIER, 0, t)),
+    "bwd-queries of other warps are not awaited": ("bwd", lambda t: without(BARRIER, 6, t)),
+    "bwd-dS of other warps is not awaited": ("bwd", lambda t: without(BARRIER, 7, t)),
+    "bwd-words of a tile are replaced while they are read": (
+        "bwd",
+        lambda t: without(BARRIER, 0, t),
+    ),
+    "bwd-words of a tile are not awaited": ("bwd", lambda t: without(BARRIER, 1, t)),
+    "four-keys are replaced while they are read": ("four", lambda t: without(BARRIER, 0, t)),
     "bwd-additions overwrite": (
         "bwd",
         lambda t: everywhere(r"red\.relaxed\.gpu\.global\.add\.f32", "st.global.f32", t),
@@ -194,10 +207,27 @@ FAULTS = {
         "bwd",
         lambda t: everywhere(r"\.x4\.trans\.", ".x4.", t),
     ),
+    "columns-queries are not awaited": ("columns", lambda t: without(WAIT, 1, t)),
+    "columns-queries of other warps are not awaited": (
+        "columns",
+        lambda t: without(BARRIER, 7, t),
+    ),
+    "columns-P and dS of the other warp are not awaited": (
+        "columns",
+        lambda t: without(BARRIER, 8, t),
+    ),
+    "columns-queries are replaced while they are read": (
+        "columns",
+        lambda t: without(BARRIER, 9, t),
+    ),
+    "four-additions overwrite": (
+        "four",
+        lambda t: everywhere(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", "st.global.v4.f32", t),
+    ),
     "wide-a part is not awaited": ("wide", lambda t: without(WAIT, 1, t)),
-    "wide-a part of other warps is not awaited": ("wide", lambda t: without(BARRIER, 8, t)),
-    "wide-P of the other group is not awaited": ("wide", lambda t: without(BARRIER, 9, t)),
-    "wide-dS of other warps is not awaited": ("wide", lambda t: without(BARRIER, 10, t)),
+    "wide-a part of other warps is not awaited": ("wide", lambda t: without(BARRIER, 7, t)),
+    "wide-P of the other warp is not awaited": ("wide", lambda t: without(BARRIER, 8, t)),
+    "wide-dS of other warps is not awaited": ("wide", lambda t: without(BARRIER, 9, t)),
     "few-queries are not awaited": ("few", lambda t: without(WAIT, 0, t)),
     "few-queries of other warps are not awaited": ("few", lambda t: without(BARRIER, 2, t)),
     "few-a block is not awaited": ("few", lambda t: without(WAIT, 1, t)),
@@ -212,7 +242,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("operation", ["few", "fwd", "bwd", "wide", "dbias"])
+@pytest.mark.parametrize("operation", ["few", "fwd", "bwd", "columns", "wide", "four", "dbias"])
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @needs_dsl
 @needs_compiler

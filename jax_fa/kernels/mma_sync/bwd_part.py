@@ -5,13 +5,13 @@ In ``bwd.py`` one warp computes all that its keys need; in ``bwd_shared.py`` two
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from jax_fa.kernels import edges, fragment_bias_columns, fragments, softmax
+from jax_fa.kernels.backward_rows import FLOATS, VECTOR_BYTES
 from jax_fa.kernels.backward_work import Step, Work, await_turn, pass_turn
-from jax_fa.kernels.fragment_keys import exponentiate, mask_block, own_columns
+from jax_fa.kernels.fragment_keys import exponentiate, mask_block
 from jax_fa.kernels.mma_sync import products
-from jax_fa.kernels.mma_sync.bwd_products import own_row
 from jax_fa.kernels.mma_sync.bwd_work import (
     BackwardContext,
     BackwardVariant,
@@ -20,6 +20,8 @@ from jax_fa.kernels.mma_sync.bwd_work import (
     tiles_of,
 )
 from jax_fa.kernels.unmasked import hides_pairs
+
+FLOAT_BYTES = 4
 
 
 @cute.jit
@@ -30,7 +32,7 @@ def load_bias(
     words = None
     if const_expr(variant.key.has_bias):
         words = cute.make_rmem_tensor((cute.size(c.s),), Int32)
-        fragment_bias_columns.load(variant, x, anew(c), work, at, words)
+        fragment_bias_columns.load(variant, x, anew(variant, c), work, at, words)
     return words
 
 
@@ -42,10 +44,10 @@ def exponentiate_part(
     work: Work,
     at: Step,
     words: cute.Tensor | None,
-    stage: Int32,
+    lse2: cute.Tensor,
     p: cute.Tensor,
-) -> cute.Tensor:
-    """Computes ``p`` from the scores; returns P times the slope of a cap, in float32 or rounded.
+) -> None:
+    """Computes ``p`` from the scores, and replaces these by P times the slope of a cap.
 
     Args:
         variant: the variant.
@@ -54,7 +56,7 @@ def exponentiate_part(
         work: the tile.
         at: the block of queries.
         words: what ``load_bias`` returned.
-        stage: the stage that holds the queries' statistics.
+        lse2: LSE of the thread's columns of scores, in base 2.
         p: the tensor for P, rounded.
     """
     if const_expr(variant.key.has_soft_cap):
@@ -63,22 +65,12 @@ def exponentiate_part(
         fragment_bias_columns.add_columns(c.s, words, x.scalars.bias, variant.dtype)
     hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
     for _ in cutlass.range(products.one_if_any(hides | work.is_partial), unroll=1):
-        mask_block(variant, x, anew(c), products.hidden_from(work), at)
-    lse2 = own_columns(as_loaded(variant, c), x.smem.lse2[None, stage])
+        mask_block(variant, x, anew(variant, c), products.hidden_from(work), at)
     score_log2 = x.scalars.score_log2
-    if const_expr(variant.rounds_slope):
-        slope = cute.make_rmem_tensor_like(p) if const_expr(variant.may_cap) else p
-        capped = slope if const_expr(variant.key.has_soft_cap) else None
-        exponentiate(variant, c.s, lse2, score_log2, p, capped)
-        if const_expr(variant.key.has_bias):
-            fragment_bias_columns.to_slopes(variant, x, c, p, slope)
+    if const_expr(variant.key.has_bias):
+        fragment_bias_columns.exponentiate_exactly(variant, x, c, lse2, p)
     else:
-        slope = c.s
-        if const_expr(variant.key.has_bias):
-            fragment_bias_columns.exponentiate_exactly(variant, x, c, lse2, p)
-        else:
-            exponentiate(variant, c.s, lse2, score_log2, p, slope)
-    return slope
+        exponentiate(variant, c.s, lse2, score_log2, p, c.s)
 
 
 def as_loaded(variant: BackwardVariant, c: Keys) -> Keys:
@@ -86,34 +78,46 @@ def as_loaded(variant: BackwardVariant, c: Keys) -> Keys:
     return c._replace(first_query=0) if variant.config.splits_results else c
 
 
-def place_of_words(
-    variant: BackwardVariant, x: BackwardContext, thread: Int32, r: int, piece: int
-) -> Int32:
-    """The address, in the buffer of dS, of a thread's pair in its row ``r`` and in ``piece``."""
-    tile, lane = tiles_of(variant).ds, thread % edges.WARP
-    row = own_row(variant, thread) + lane // 4 + 8 * r
-    return x.smem.ds + tile.place(row, piece) + lane % 4 * 4
+def place_of_words(variant: BackwardVariant, buffer: Int32, c: Keys, r: int, piece: int) -> Int32:
+    """The address, in a buffer of P or dS, of a thread's pair in its row ``r`` and in a piece."""
+    tile, first = tiles_of(variant).ds, as_loaded(variant, c).first_query // products.COLUMNS
+    row = c.first_key + c.thread // 4 + 8 * r
+    return buffer + tile.place(row, first + piece) + c.thread % 4 * 4
 
 
 @cute.jit
-def put_words(
-    variant: cutlass.Constexpr,
-    x: BackwardContext,
-    tensor: cute.Tensor,
-    first_piece: cutlass.Constexpr[int] = 0,
-) -> None:
-    """Writes a fragment, keys by queries, to the buffer of dS, from piece ``first_piece`` on."""
-    thread, words = products.thread_index(), fragments.pairs_by_row(tensor)
+def put_words(variant: cutlass.Constexpr, buffer: Int32, c: Keys, tensor: cute.Tensor) -> None:
+    """Writes a fragment, keys by queries, to a buffer of P or dS."""
+    words = fragments.pairs_by_row(tensor)
     for r in cutlass.range_constexpr(fragments.ROWS):
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-            place = place_of_words(variant, x, thread, r, first_piece + i)
-            products.store_word(place, words[r, i])
+            products.store_word(place_of_words(variant, buffer, c, r, i), words[r, i])
+
+
+@cute.jit
+def add_to_sums(
+    variant: cutlass.Constexpr, sums: Int64, row_tile: Int32, column: Int32, dq: cute.Tensor
+) -> None:
+    """Adds 16 rows of dQ, from ``column`` on, to the sums of a query block at ``sums``.
+
+    Their place is as if the warp that reads these rows in ``finish`` had computed dQ.
+    """
+    own = row_tile * edges.WARP + products.thread_index() % edges.WARP
+    if const_expr(variant.config.adds_four):
+        sums = sums + (column // products.COLUMNS * edges.WARPGROUP + own) * VECTOR_BYTES
+        for i in cutlass.range_constexpr(0, cute.size(dq), FLOATS):
+            place = sums + i // FLOATS * (edges.WARPGROUP * VECTOR_BYTES)
+            products.add_four_to_global(place, [dq[i + j] for j in range(FLOATS)])
+    else:
+        sums = sums + (column // 2 * edges.WARPGROUP + own) * FLOAT_BYTES
+        for i in cutlass.range_constexpr(cute.size(dq)):
+            products.add_to_global(sums + i * (edges.WARPGROUP * FLOAT_BYTES), dq[i])
 
 
 @cute.jit
 def acquire_dq(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: Step) -> None:
     """Waits for the CTA's turn to add to dQ of a block of queries. All threads call."""
-    if cute.arch.thread_idx()[0] < edges.WARP:
+    if products.thread_index() < edges.WARP:
         await_turn(variant, x, work, at, 1)
     cute.arch.sync_threads()
 
@@ -124,5 +128,5 @@ def release_dq(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at: S
     # HAZARD: all additions of the CTA must be visible before the next key block's turn. They come
     # before the barrier, hence before the release.
     cute.arch.sync_threads()
-    if cute.arch.thread_idx()[0] < edges.WARP:
+    if products.thread_index() < edges.WARP:
         pass_turn(variant, x, work, at)

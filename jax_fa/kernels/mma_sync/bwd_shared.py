@@ -1,159 +1,120 @@
-"""Steps of a backward whose dK and dV of 16 keys are too wide for the registers of one warp.
+"""Steps of a backward in which two warps own the same keys, each with one of dK and dV.
 
-Two groups of four warps share the 64 keys of a tile. For a part of 16 queries, between barriers:
+So they can own more keys, or wider ones, than the registers of one warp allow. For the rows of a
+load, between barriers:
 
-    group 0    wait q, do | S  P   |      | dV   dQ, dQ sums +=
-    group 1    wait q, do | dP     | dS   | dK   dQ, dQ sums +=
-    loads                 | q and do of the next part ...
+    one      S  P          | dV   | dQ, dQ sums +=
+    other    dP | dS         dK   | dQ, dQ sums +=
+
+P passes through the buffer of dS, where each thread reads the words that it then overwrites.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Int32
 
-from jax_fa.kernels import edges, fragments, primitives
-from jax_fa.kernels.backward_work import Step, Work, next_step
+from jax_fa.kernels import edges, fragments, half_powers, primitives
+from jax_fa.kernels.backward_work import Work
 from jax_fa.kernels.fragment_keys import differentiate, own_columns, store
 from jax_fa.kernels.mma_sync import products
 from jax_fa.kernels.mma_sync.bwd_part import (
-    acquire_dq,
+    as_loaded,
     exponentiate_part,
     load_bias,
     place_of_words,
     put_words,
-    release_dq,
 )
-from jax_fa.kernels.mma_sync.bwd_products import (
-    multiply_columns,
-    multiply_dq,
-    multiply_rows,
-    operands_of,
-)
+from jax_fa.kernels.mma_sync.bwd_products import multiply_columns, multiply_rows
 from jax_fa.kernels.mma_sync.bwd_work import (
     BackwardContext,
+    BackwardVariant,
     Keys,
+    Loaded,
     anew,
-    load_queries,
-    taken_up,
+    place_of_rows,
+    stage_of,
     tiles_of,
 )
 
 DV = 0
-"""Group that computes P and dV; the other computes dS and dK."""
-
-
-@cute.jit
-def step(
-    variant: cutlass.Constexpr,
-    deterministic: cutlass.Constexpr[bool],
-    x: BackwardContext,
-    c: Keys,
-    work: Work,
-    at: Step,
-    has_next: Boolean,
-) -> Step:
-    """Adds a query block's share of dK and dV to the accumulators and of dQ to global memory.
-
-    Returns the next step. If ``has_next``, the loads of its first part have started.
-    """
-    parts = variant.config.parts
-    following = next_step(variant, x, taken_up(variant, x, work), at)
-    for part in cutlass.range(parts, unroll=1):
-        cute.arch.cp_async_wait_group(0)
-        # HAZARD: all threads' copies of this part have arrived; all warps are done with the
-        # previous part and its dS.
-        cute.arch.sync_threads()
-        own = taken_up(variant, x, work)
-        is_last = part == parts - 1
-        if has_next | (part < parts - 1):
-            ahead = Step(
-                following.q_block if is_last else at.q_block,
-                following.head if is_last else at.head,
-                at.parity,
-            )
-            first = (part + 1) % parts * variant.config.loaded_rows
-            load_queries(variant, x, "q", own, ahead, (part + 1) % 2, first)
-            load_queries(variant, x, "dout", own, ahead, (part + 1) % 2, first)
-        cute.arch.cp_async_commit_group()
-        add_part(variant, x, c, own, at, part)
-        reduce_dq(variant, deterministic, x, c, taken_up(variant, x, work), at, part)
-    return following
+"""Warps that compute P and dV; the others compute dS and dK."""
 
 
 @cute.jit
 def add_part(
-    variant: cutlass.Constexpr, x: BackwardContext, c: Keys, work: Work, at: Step, part: Int32
+    variant: cutlass.Constexpr, x: BackwardContext, c: list[Keys], work: Work, now: Loaded
 ):
-    """Adds a part's share of dV or dK to the group's accumulator; writes dS to shared memory."""
-    tile, stage = tiles_of(variant).q, part % 2
-    q = x.smem.q + stage * tile.size_bytes
-    dout = x.smem.dout + stage * tile.size_bytes
-    # D = Dv, so the operands of both groups' products have the same layouts.
-    has_dv = c.index == DV
+    """Adds the share of the rows of a load to the warp's dV or dK; writes dS to shared memory."""
+    tile, stage = tiles_of(variant).q, stage_of(variant, now)
+    q, dout = (place_of_rows(variant, x, name, now) for name in ("q", "dout"))
+    # D = Dv, so the operands of both warps' products have the same layouts.
+    has_dv = c[0].index == DV
     own = x.smem.k if has_dv else x.smem.v
-    multiply_columns(variant, c.s, tiles_of(variant).k, own, tile, q if has_dv else dout)
-    rounded = cute.make_rmem_tensor_like(c.s, variant.dtype)
+    scores = [one.s for one in c]
+    multiply_columns(variant, scores, tiles_of(variant).k, own, tile, q if has_dv else dout)
+    rounded = [cute.make_rmem_tensor_like(one.s, variant.dtype) for one in c]
     if has_dv:
-        of_part = anew(c)._replace(first_query=part * variant.config.loaded_rows)
-        words = load_bias(variant, x, of_part, work, at)
-        slope = exponentiate_part(variant, x, of_part, work, at, words, stage, rounded)
-        put_words(variant, x, slope)
-    # HAZARD: P of the other group is in shared memory.
-    cute.arch.sync_threads()
-    if c.index != DV:
-        slope = cute.make_rmem_tensor_like(rounded)
-        get_words(variant, x, slope)
-        differentiate(own_columns(anew(c), x.smem.delta[None, stage]), slope, c.s)
-        primitives.narrow(c.s, rounded)
-        put_words(variant, x, rounded)
-    # HAZARD: dS of all warps is in shared memory.
-    cute.arch.sync_threads()
-    multiply_rows(variant, c.dk, operands_of(rounded), tile, dout if has_dv else q)
+        for i in cutlass.range_constexpr(len(c)):
+            give_p(variant, x, c[i], work, now, rounded[i])
+        # The warp need not wait, but if it only arrives, racecheck reports races between dS and dQ.
+        primitives.meet(variant, "p0", pair_of(variant))
+    else:
+        primitives.meet(variant, "p0", pair_of(variant))
+        for i in cutlass.range_constexpr(len(c)):
+            mine = as_loaded(variant, anew(variant, c[i]))
+            halves = cute.make_rmem_tensor_like(c[i].s, half_powers.TYPE)
+            get_words(variant, x.smem.ds, mine, halves)
+            differentiate_halves(variant, x, mine, stage, halves)
+            primitives.narrow(c[i].s, rounded[i])
+            put_words(variant, x.smem.ds, mine, rounded[i])
+    multiply_rows(variant, [one.dk for one in c], rounded, tile, dout if has_dv else q)
+
+
+def pair_of(variant: BackwardVariant) -> Int32:
+    """The number of the calling warp's keys among those of all warps."""
+    return products.thread_index() // edges.WARP % (variant.config.warps // 2)
 
 
 @cute.jit
-def get_words(variant: cutlass.Constexpr, x: BackwardContext, tensor: cute.Tensor):
-    """Reads the fragment that the same thread of the other group wrote with ``put_words``."""
-    thread, words = products.thread_index(), fragments.pairs_by_row(tensor)
-    for r in cutlass.range_constexpr(fragments.ROWS):
-        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
-            words[r, i] = products.load_word(place_of_words(variant, x, thread, r, i))
-
-
-@cute.jit
-def reduce_dq(
+def give_p(
     variant: cutlass.Constexpr,
-    deterministic: cutlass.Constexpr[bool],
     x: BackwardContext,
     c: Keys,
     work: Work,
-    at: Step,
-    part: Int32,
+    now: Loaded,
+    p: cute.Tensor,
 ):
-    """Computes the warp's columns of dQ of a part's 16 queries, and adds them to the sums."""
-    config, columns = variant.config, variant.dq_shape.columns
-    width = columns // edges.WARPS_PER_GROUP
-    if const_expr(deterministic):
-        if part == 0:
-            acquire_dq(variant, x, work, at)
-    four = (work.scratch_row + at.q_block * config.block_q) * (variant.key.head_dim // 4)
-    sums = x.scratch.dq_sum[None, four, at.head].iterator.toint()
-    thread = products.thread_index()
-    first = thread % edges.WARPGROUP // edges.WARP * width
-    # The place in the sums is as if the warp that reads these rows in ``finish`` had computed dQ.
-    own = c.index * (columns // 2 * edges.WARPGROUP) + part * edges.WARP + thread % edges.WARP
-    dq = multiply_dq(variant, x, c.index * columns + first, width)
-    for i in cutlass.range_constexpr(cute.size(dq)):
-        place = sums + (own + (first // 2 + i) * edges.WARPGROUP) * 4
-        products.add_to_global(place, dq[i])
-    if const_expr(deterministic):
-        if part == config.parts - 1:
-            release_dq(variant, x, work, at)
+    """Computes ``p`` from the scores, and writes P times the slope of a cap for the other warp."""
+    words = load_bias(variant, x, c, work, now.at)
+    lse2 = own_columns(as_loaded(variant, c), x.smem.lse2[None, stage_of(variant, now)])
+    exponentiate_part(variant, x, c, work, now.at, words, lse2, p)
+    halves = cute.make_rmem_tensor_like(c.s, half_powers.TYPE)
+    half_powers.pack(c.s, halves)
+    put_words(variant, x.smem.ds, anew(variant, c), halves)
+
+
+@cute.jit
+def differentiate_halves(
+    variant: cutlass.Constexpr, x: BackwardContext, c: Keys, stage: Int32, halves: cute.Tensor
+):
+    """Computes dS in place of dP."""
+    slope = cute.make_rmem_tensor_like(c.s)
+    half_powers.unpack(halves, slope)
+    differentiate(own_columns(c, x.smem.delta[None, stage]), slope, c.s)
+
+
+@cute.jit
+def get_words(variant: cutlass.Constexpr, buffer: Int32, c: Keys, tensor: cute.Tensor):
+    """Reads the fragment that the same thread of the other warp wrote with ``put_words``."""
+    words = fragments.pairs_by_row(tensor)
+    for r in cutlass.range_constexpr(fragments.ROWS):
+        for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
+            words[r, i] = products.load_word(place_of_words(variant, buffer, c, r, i))
 
 
 @cute.jit
 def store_own(variant: cutlass.Constexpr, x: BackwardContext, c: Keys, work: Work):
-    """Writes the group's dV, or its dK."""
+    """Writes the warp's dV, or its dK."""
     if c.index == DV:
         store(variant, x, c, work, ("dv",))
     else:

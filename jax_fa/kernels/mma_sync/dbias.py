@@ -194,11 +194,11 @@ def add_block(
     cute.arch.cp_async_wait_group(1)
     # HAZARD: all threads' copies of queries and keys have arrived.
     cute.arch.sync_threads()
-    multiply_columns(variant, scores, layout.q, smem.q, layout.k, smem.k)
+    multiply_columns(variant, [scores], layout.q, smem.q, layout.k, smem.k)
     cute.arch.cp_async_wait_group(0)
     # HAZARD: all threads' copies of dO and values have arrived.
     cute.arch.sync_threads()
-    multiply_columns(variant, dp, layout.dout, smem.dout, layout.v, smem.v)
+    multiply_columns(variant, [dp], layout.dout, smem.dout, layout.v, smem.v)
     add_kept(variant, x, c, scores)
     for _ in cutlass.range(products.one_if_any(hides), unroll=1):
         hide(variant, x, c, work, scores, block)

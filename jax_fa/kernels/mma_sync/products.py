@@ -125,6 +125,14 @@ def add_to_global(address: Int64, value: Float32) -> None:
     )
 
 
+def add_four_to_global(address: Int64, values: list[Float32]) -> None:
+    """Adds four floats to global memory, each atomically, with relaxed ordering."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *values],
+    )
+
+
 def store_word(address: Int32, word: Int32) -> None:
     """Writes a word to shared memory."""
     cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])

@@ -1,21 +1,13 @@
-"""P in float16 pairs, in half the registers, for as long as a backward waits for dP.
-
-Rounded to bfloat16, it would raise the errors of dq and dk from 2.4e-3 to 2.9e-3 (relative, in the
-Euclidean norm). Float16 has three bits more; so that they also serve small numbers, P is held times
-2 ** ``SHIFT``.
-"""
+"""P in float16 (``half_powers.py``), for as long as a step waits for the registers of dP."""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float32, Int32
 
 from jax_fa.kernels import fragments, primitives
-
-SHIFT = 12.0
-"""P down to 2 ** -26 is a normal number. Scores so large that their rounding errors show make P
-exceed 1; it may reach 16."""
+from jax_fa.kernels.half_powers import SHIFT, TYPE
 
 
 class Rounded(NamedTuple):
@@ -52,7 +44,7 @@ def exponentiate(
                 cute.math.exp2(scores[i] * score_log2 - subtrahends[i], fastmath=True)
                 for i in range(2)
             )
-            words[fragments.ROWS * group + r] = primitives.narrow_pair(low, high, Float16)
+            words[fragments.ROWS * group + r] = primitives.narrow_pair(low, high, TYPE)
 
 
 @cute.jit
@@ -70,7 +62,7 @@ def differentiate(
         pair = delta[None, group].load()
         for r in cutlass.range_constexpr(fragments.ROWS):
             word = fragments.ROWS * group + r
-            p = [half * 2.0**-SHIFT for half in primitives.widen(words[word], Float16)]
+            p = [half * 2.0**-SHIFT for half in primitives.widen(words[word], TYPE)]
             ds = [p[i] * (by_key[r, 2 * group + i] - pair[i]) for i in range(2)]
             p_words[word] = primitives.narrow_pair(p[0], p[1], variant.dtype)
             ds_words[word] = primitives.narrow_pair(ds[0], ds[1], variant.dtype)
