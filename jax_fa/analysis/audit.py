@@ -355,7 +355,9 @@ def audit_code(report: Report, variant: Variant, code: Sequence[machine_code.Cod
         report.mma_spacing = machine_code.instructions_per(main, mma)
     chosen = choose_config(variant)
     shares_keys = getattr(chosen, "splits_results", False)
-    is_branched = variant.key.has_bias and getattr(chosen, "parts", 1) > 2
+    is_branched = variant.key.has_bias and (
+        getattr(chosen, "parts", 1) > 2 or getattr(chosen, "splits_columns", False)
+    )
     if variant.operation == "dbias" or shares_keys or is_branched or variant.key.is_few:
         # By what is rounded its loop would be known: nothing there, or by half of the warps; or by
         # a branch for each part of a block, with a cap or without; or a few scores of each warp.
