@@ -283,26 +283,24 @@ def units_have_no_end(kernels):
     return {"bias_chunks.copy_rows": wrong}
 
 
-def nobody_waits_until_the_bias_is_read(kernels):
-    """Sums of columns are written where another warp may still add the bias."""
+def nobody_meets(kernels, left_out):
     right = kernels.primitives.meet
 
     def wrong(variant, name, further=0):
-        if name != "read":
+        if name != left_out:
             right(variant, name, further)
 
     return {"primitives.meet": wrong}
+
+
+def nobody_waits_until_the_bias_is_read(kernels):
+    """Sums of columns are written where another warp may still add the bias."""
+    return nobody_meets(kernels, "read")
 
 
 def nobody_waits_until_sums_are_read(kernels):
     """The next tile's bias is written where another warp may still read sums of columns."""
-    right = kernels.primitives.meet
-
-    def wrong(variant, name, further=0):
-        if name != "summed":
-            right(variant, name, further)
-
-    return {"primitives.meet": wrong}
+    return nobody_meets(kernels, "summed")
 
 
 def rows_of_the_gradient_lie_closer(kernels):
