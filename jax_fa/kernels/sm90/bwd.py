@@ -35,6 +35,7 @@ from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
 from jax_fa.kernels.sm90 import bias_chunks, bwd_bias, bwd_dbias
 from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore, load
+from jax_fa.kernels.sm90.bwd_steps import tell_work
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardContext,
     BackwardPipes,
@@ -42,7 +43,7 @@ from jax_fa.kernels.sm90.bwd_work import (
     BackwardVariant,
     make_layouts,
 )
-from jax_fa.kernels.sm90.plan_bwd import backward_plan
+from jax_fa.kernels.sm90.plan_bwd import STEP_WORDS, WORK_WORDS, backward_plan, step_slots
 from jax_fa.spec import division
 from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
@@ -67,6 +68,7 @@ def kernel(
     dq_layout = cute.make_layout((FLOATS, variant.dq_fours, config.num_consumers))
     dq_elements = cute.cosize(dq_layout) if config.stages_dq != "never" else 0
     bias_halves = cute.cosize(layouts.bias) if config.bias_stages else 0
+    slots, work_words = step_slots(config), WORK_WORDS if config.tells_steps else 0
 
     @cute.struct
     class Storage:
@@ -76,6 +78,8 @@ def kernel(
         dout_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("dout").stages]
         bias_barriers: cute.struct.MemRange[Int64, 2 * config.bias_stages]
         found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
+        work: cute.struct.Align[cute.struct.MemRange[Int32, work_words], 16]
+        steps: cute.struct.Align[cute.struct.MemRange[Int32, STEP_WORDS * slots], 16]
         lse2: cute.struct.Align[
             cute.struct.MemRange[Float32, config.block_q * config.q_stages], 128
         ]
@@ -115,6 +119,8 @@ def kernel(
         delta=storage.delta.get_tensor(cute.make_layout((config.block_q, config.dout_stages))),
         dq=storage.dq.get_tensor(dq_layout) if dq_elements else None,
         bias=primitives.smem_tensor(storage.bias, layouts.bias) if bias_halves else None,
+        steps=storage.steps.get_tensor(cute.make_layout((STEP_WORDS, slots))) if slots else None,
+        work=storage.work.get_tensor(cute.make_layout(work_words)) if slots else None,
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     if const_expr(variant.is_general):
@@ -126,6 +132,9 @@ def kernel(
     if const_expr(variant.is_general):
         if dense_mask.narrows(scalars):
             narrow_rows(variant, x)
+            cute.arch.sync_threads()
+        if const_expr(config.tells_steps):
+            tell_work(variant, x)
             cute.arch.sync_threads()
     if warp < plan.role("consume").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)

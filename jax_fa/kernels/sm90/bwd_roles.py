@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineConsumer
 
@@ -27,8 +27,6 @@ from jax_fa.kernels.backward_work import (
     next_block,
     next_step,
     pass_turn,
-    tile_at,
-    work_on,
 )
 from jax_fa.kernels.fragment_keys import (
     differentiate,
@@ -39,25 +37,40 @@ from jax_fa.kernels.fragment_keys import (
     store,
 )
 from jax_fa.kernels.sm90 import bwd_bias, bwd_dbias, bwd_instructions, bwd_powers
+from jax_fa.kernels.sm90.bwd_steps import (
+    Facts,
+    anew,
+    begin,
+    carried,
+    computed_or,
+    facts_of,
+    first_of,
+    next_of,
+    next_tile,
+    parity_of,
+    tell_step,
+    told_or,
+)
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardConsumer,
     BackwardContext,
     BackwardPipes,
     BackwardVariant,
     QueryPipes,
+    place_of_dq,
     thread_anew,
 )
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
-from jax_fa.kernels.unmasked import hides_pairs
 
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes):
     """Loads each tile's keys and values, and the query blocks of all its heads. One warp."""
     k, v, q, dout, _ = pipes
-    tile = tile_at(variant, x, Int32(0))
+    number = Int32(0)
+    tile = next_tile(variant, x, Int32(0))
     while tile.is_valid:
-        work = work_on(variant, x, tile)
+        work = begin(variant, x, tile)
         if work.num_steps > 0:
             keys = loads.Rows(work.kv_start, work.tile.kv_head, work.tile.batch)
             slot = k.acquire_and_advance()
@@ -68,12 +81,14 @@ def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes):
             for _ in cutlass.range(work.num_blocks, unroll=1):
                 for i in cutlass.range(work.num_heads, unroll=1):
                     head = work.first_head + i
+                    tell_step(variant, x, work, Step(block, head, number), number)
+                    number = number + 1
                     slot = q.acquire_and_advance()
                     load_query_block(variant, x, "q", "lse2", work, head, block, slot)
                     slot = dout.acquire_and_advance()
                     load_query_block(variant, x, "dout", "delta", work, head, block, slot)
                 block = next_block(variant, x, work, block)
-        tile = tile_at(variant, x, tile.slot + 1)
+        tile = next_tile(variant, x, tile.slot + 1)
     # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
     k.tail()
     v.tail()
@@ -124,10 +139,10 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
     index = cute.arch.make_warp_uniform(thread // edges.WARPGROUP)
     c = make_consumer(variant, x, index, thread % edges.WARPGROUP)
     k, v, q, dout, bias = pipes
-    parity = Int32(0)
-    tile = tile_at(variant, x, Int32(0))
+    start = Int32(0)
+    tile = next_tile(variant, x, Int32(0))
     while tile.is_valid:
-        work = work_on(variant, x, tile)
+        work = begin(variant, x, tile)
         c.dk.fill(0.0)
         c.dv.fill(0.0)
         if work.num_steps > 0:
@@ -138,33 +153,55 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
                     used = work.window.kv_len - work.tile.block * variant.config.block_kv
                     zero_fill(variant, c, x.smem.k, used)
                     zero_fill(variant, c, x.smem.v, used)
-            at = first_step(work, parity)
+            at = first_of(variant, work, start)
+            is_ragged = work.window.q_len % variant.config.block_q != 0
             if const_expr(variant.config.is_lean):
                 for _ in cutlass.range(work.num_steps, unroll=1):
                     q, dout, bias, at = lean_step(
-                        variant, x, c, QueryPipes(q, dout, bias), work, at
+                        variant, x, c, QueryPipes(q, dout, bias), work, at, is_ragged
                     )
             elif x.scalars.deterministic != 0:
                 for _ in cutlass.range(work.num_steps, unroll=1):
                     q, dout, bias, at = step(
-                        variant, True, x, c, QueryPipes(q, dout, bias), work, at
+                        variant, True, x, c, QueryPipes(q, dout, bias), work, at, is_ragged
                     )
             else:
                 for _ in cutlass.range(work.num_steps, unroll=1):
                     q, dout, bias, at = step(
-                        variant, False, x, c, QueryPipes(q, dout, bias), work, at
+                        variant, False, x, c, QueryPipes(q, dout, bias), work, at, is_ragged
                     )
-            parity = at.parity
+            start = carried(at)
             v_full.release()
             k_full.release()
-        store(variant, x, c, work)
-        tile = tile_at(variant, x, tile.slot + 1)
+        store(variant, x, c, anew(variant, x, work))
+        tile = next_tile(variant, x, tile.slot + 1)
     if const_expr(variant.config.stages_dq != "never"):
         if x.scalars.deterministic != 0:
             primitives.meet(variant, "dq_free")
     if const_expr(variant.config.stages_dq == "always"):
         # HAZARD: the CTA, and with it its shared memory, must outlast the additions of staged dQ.
         cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def zero_fill_rows(
+    variant: cutlass.Constexpr,
+    c: BackwardConsumer,
+    tile: cute.Tensor,
+    facts: Facts,
+    is_ragged: Boolean,
+):
+    """``zero_fill`` for the absent rows of a step's query block.
+
+    ``is_ragged`` says whether some block of the tile has any; it is asked if the step is told.
+    """
+    if const_expr(variant.is_general):
+        if const_expr(variant.config.tells_steps):
+            if is_ragged:
+                if facts.used < variant.config.block_q:
+                    zero_fill(variant, c, tile, facts.used)
+        elif facts.used < variant.config.block_q:
+            zero_fill(variant, c, tile, facts.used)
 
 
 @cute.jit
@@ -187,12 +224,12 @@ def zero_fill(variant: cutlass.Constexpr, c: BackwardConsumer, tile: cute.Tensor
 
 
 class Stepped(NamedTuple):
-    """The pipes of a consumer, advanced, and its next step."""
+    """The pipes of a consumer, advanced, and its next step (``bwd_steps.first_of``)."""
 
     q: PipelineConsumer
     dout: PipelineConsumer
     bias: Any
-    at: Step
+    at: Any
 
 
 @cute.jit
@@ -203,7 +240,8 @@ def step(
     c: BackwardConsumer,
     pipes: QueryPipes,
     work: Work,
-    at: Step,
+    at: Any,
+    is_ragged: Boolean,
 ) -> Stepped:
     """Adds a query block's part of dK and dV to the accumulators, and reduces dQ to global memory.
 
@@ -218,41 +256,45 @@ def step(
     q, dout, bias = pipes
     if const_expr(variant.key.has_bias):
         bwd_bias.fetch(variant, x, c, work, at)
-    used = work.window.q_len - at.q_block * variant.config.block_q
+    facts = computed_or(variant, x, work, at, None)
     q_full = q.wait_and_advance()
-    if const_expr(variant.is_general):
-        if used < variant.config.block_q:
-            zero_fill(variant, c, x.smem.q[None, None, q_full.index], used)
+    # HAZARD: load has written what it tells once the queries are there, not before.
+    facts = told_or(variant, x, work, at, facts)
+    parity = parity_of(variant, at, q_full)
+    zero_fill_rows(variant, c, x.smem.q[None, None, q_full.index], facts, is_ragged)
     lse2 = statistic(variant, c, x.smem.lse2[None, q_full.index])
     fragments.multiply(c.s_mma, c.s, c.k, c.q[None, None, None, q_full.index], False)
     dp = c.s_mma.make_fragment_C(c.s.shape)
-    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
+    # Computed from lists before the product, they would delay it.
+    facts = computed_or(variant, x, work, at, facts)
     if const_expr(waits_for_s):
         warpgroup.wait_group(0)
     else:
         dout_full = dout.wait_and_advance()
-        start_dp(variant, x, c, dout_full, used, dp)
+        zero_fill_rows(variant, c, x.smem.dout[None, None, dout_full.index], facts, is_ragged)
+        start_dp(c, dout_full, dp)
         warpgroup.wait_group(1)
     bias = to_logits(variant, x, c, work, at, bias)
-    if hides | work.is_partial:
-        mask_block(variant, x, c, work, at)
+    if facts.hides:
+        mask_step(variant, x, c, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
     slope = cute.make_rmem_tensor_like(p) if const_expr(variant.config.rounds_slope) else c.s
     to_powers(variant, x, c, lse2, p, slope)
     if const_expr(waits_for_s):
         # P and slope have replaced S in registers; dP does not fit beside S.
         dout_full = dout.wait_and_advance()
-        start_dp(variant, x, c, dout_full, used, dp)
+        zero_fill_rows(variant, c, x.smem.dout[None, None, dout_full.index], facts, is_ragged)
+        start_dp(c, dout_full, dp)
     delta = statistic(variant, c, x.smem.delta[None, dout_full.index])
     if const_expr(not variant.config.splits_keys):
         if const_expr(variant.rounds_late):
             primitives.narrow(c.s, p)
-        cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, at.parity])
+        cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, parity])
     warpgroup.wait_group(0)
     differentiate(delta, slope, dp)
     bwd_dbias.store(variant, x, c, work, at, dp)
     primitives.narrow(dp, ds)
-    cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, at.parity])
+    cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, parity])
     if const_expr(variant.config.splits_keys and variant.rounds_late):
         primitives.narrow(c.s, p)
     early_dv = variant.config.issues_dv_early and not deterministic
@@ -263,13 +305,15 @@ def step(
     cute.arch.fence_view_async_shared()
     primitives.meet(variant, "ds")
 
+    # If it is told, read again, and here, where dQ hides the latency.
+    facts = facts_of(variant, x, work, at)
     dq = c.dq_mma.make_fragment_C(c.dq_mma.partition_shape_C(variant.dq_shape))
-    fragments.multiply(c.dq_mma, dq, c.ds[None, None, None, at.parity], c.k_rows, False)
+    fragments.multiply(c.dq_mma, dq, c.ds[None, None, None, parity], c.k_rows, False)
     if const_expr(variant.config.splits_keys):
         p_keys, ds_keys = as_operand(variant, c.dv_mma, p), as_operand(variant, c.dk_mma, ds)
     else:
-        p_keys = c.p_keys[None, None, None, at.parity]
-        ds_keys = c.ds_keys[None, None, None, at.parity]
+        p_keys = c.p_keys[None, None, None, parity]
+        ds_keys = c.ds_keys[None, None, None, parity]
     if const_expr(not early_dv):
         dout_rows = c.dout_rows[None, None, None, dout_full.index]
         fragments.multiply(c.dv_mma, c.dv, p_keys, dout_rows, True)
@@ -280,11 +324,11 @@ def step(
         dout_full.release()
     else:
         warpgroup.wait_group(2)
-    reduce_dq(variant, deterministic, x, c, PartOfDq(work, at, dq))
+    reduce_dq(variant, deterministic, x, c, PartOfDq(facts.place, facts.step.head, dq))
     # Computed here, while products run and registers are free, between dQ and the next scores.
     # Before the softmax D = 256 spilled, and where heads share keys full masks were slower (H200,
     # D = 128, 2 x 8192, forward and backward, ms: 32:1 heads 13.4, here 12.4; 16:16 6.50 and 6.59).
-    following = next_step(variant, x, work, at)
+    following = next_of(variant, x, work, at)
     if const_expr(not early_dv):
         warpgroup.wait_group(1)
         dout_full.release()
@@ -300,7 +344,8 @@ def lean_step(
     c: BackwardConsumer,
     pipes: QueryPipes,
     work: Work,
-    at: Step,
+    at: Any,
+    is_ragged: Boolean,
 ) -> Stepped:
     """``step`` where dK and dV leave each thread few registers: ``HopperBackward.is_lean``.
 
@@ -309,25 +354,22 @@ def lean_step(
     runs while dQ waits for dV, its second while dQ is reduced. dV runs while consumers meet.
     """
     q, dout = pipes.q, pipes.dout
-    used = work.window.q_len - at.q_block * variant.config.block_q
+    facts = facts_of(variant, x, work, at)
     q_full = q.wait_and_advance()
-    if const_expr(variant.is_general):
-        if used < variant.config.block_q:
-            zero_fill(variant, c, x.smem.q[None, None, q_full.index], used)
+    zero_fill_rows(variant, c, x.smem.q[None, None, q_full.index], facts, is_ragged)
     fragments.multiply(c.s_mma, c.s, c.k, c.q[None, None, None, q_full.index], False)
-    hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.q_block)
+    hides = facts_of(variant, x, work, at).hides
     warpgroup.wait_group(0)
-    if hides | work.is_partial:
-        # Otherwise what masks compare with is kept over all steps, and up to 48 bytes spill.
-        opaque = c._replace(thread=primitives.opaque(c.thread))
-        mask_block(variant, x, opaque, work, at)
+    if hides:
+        mask_step(variant, x, c, work, at)
     halves = cute.make_rmem_tensor_like(c.s, Float16)
     lse2 = own_columns(c, x.smem.lse2[None, q_full.index])
     bwd_powers.exponentiate(variant, c.s, lse2, x.scalars.score_log2, halves)
 
     dout_full = dout.wait_and_advance()
     dp = c.s_mma.make_fragment_C(c.s.shape)
-    start_dp(variant, x, c, dout_full, used, dp)
+    zero_fill_rows(variant, c, x.smem.dout[None, None, dout_full.index], facts, is_ragged)
+    start_dp(c, dout_full, dp)
     warpgroup.wait_group(0)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
     delta = own_columns(c, x.smem.delta[None, dout_full.index])
@@ -352,13 +394,26 @@ def lean_step(
     # Decided here, not by a constant: with a loop for each kind of run 40 bytes spilled.
     if x.scalars.deterministic != 0:
         primitives.meet(variant, "dq_acquired")
-    add_dq(variant, x, c, PartOfDq(work, at, dq))
+    facts = facts_of(variant, x, work, at)
+    add_dq(variant, x, c, PartOfDq(facts.place, facts.step.head, dq))
     if x.scalars.deterministic != 0:
         primitives.arrive(variant, "dq_reduced")
-    following = next_step(variant, x, work, at)
+    following = next_of(variant, x, work, at)
     warpgroup.wait_group(0)
     q_full.release()
     return Stepped(q, dout, pipes.bias, following)
+
+
+@cute.jit
+def mask_step(
+    variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, work: Work, at: Any
+):
+    """Sets the scores of pairs that a step hides to -inf."""
+    if const_expr(variant.config.is_lean or variant.config.tells_steps):
+        # Otherwise what masks compare with is kept over all steps, and up to 48 bytes spill.
+        c = c._replace(thread=primitives.opaque(c.thread))
+    at = facts_of(variant, x, work, at).step
+    mask_block(variant, x, c, anew(variant, x, work), at)
 
 
 def halves_of(operand: cute.Tensor) -> list[cute.Tensor]:
@@ -397,19 +452,8 @@ def statistic(variant: BackwardVariant, c: BackwardConsumer, stats: cute.Tensor)
     return own_columns(c, stats)
 
 
-@cute.jit
-def start_dp(
-    variant: cutlass.Constexpr,
-    x: BackwardContext,
-    c: BackwardConsumer,
-    dout_full: Any,
-    used: Int32,
-    dp: cute.Tensor,
-):
-    """Issues ``dp = V dO^T``; the first ``used`` rows of the dO block are the sequence's."""
-    if const_expr(variant.is_general):
-        if used < variant.config.block_q:
-            zero_fill(variant, c, x.smem.dout[None, None, dout_full.index], used)
+def start_dp(c: BackwardConsumer, dout_full: Any, dp: cute.Tensor):
+    """Issues ``dp = V dO^T``."""
     fragments.multiply(c.s_mma, dp, c.v, c.dout[None, None, None, dout_full.index], False)
 
 
@@ -450,9 +494,9 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
     is_staged = const_expr(variant.config.stages_dq != "never")
     if const_expr(is_staged):
         primitives.arrive(variant, "dq_free")
-    tile = tile_at(variant, x, Int32(0))
+    tile = next_tile(variant, x, Int32(0))
     while tile.is_valid:
-        work = work_on(variant, x, tile)
+        work = begin(variant, x, tile)
         at = first_step(work, Int32(0))
         for _ in cutlass.range(work.num_steps, unroll=1):
             await_turn(variant, x, work, at, 1)
@@ -466,7 +510,7 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
             # consumers add before the barrier, hence before this release.
             pass_turn(variant, x, work, at)
             at = next_step(variant, x, work, at)
-        tile = tile_at(variant, x, tile.slot + 1)
+        tile = next_tile(variant, x, tile.slot + 1)
 
 
 @cute.jit
@@ -486,17 +530,17 @@ def reduce_staged(variant: cutlass.Constexpr, x: BackwardContext, work: Work, at
 
 
 class PartOfDq(NamedTuple):
-    """A consumer's part of dQ, and the step that computed it."""
+    """A consumer's part of the dQ of a query block, and where the sums of the block are.
 
-    work: Work
-    at: Step
-    values: cute.Tensor  # accumulator
+    Attributes:
+        place: position in ``Scratch.dq_sum``, in fours.
+        head: query head.
+        values: accumulator.
+    """
 
-
-def place_of_dq(variant: BackwardVariant, work: Work, at: Step) -> Int32:
-    """The position of a query block in ``Scratch.dq_sum``, in fours."""
-    row = work.scratch_row + at.q_block * variant.config.block_q
-    return row * (variant.key.head_dim // backward_rows.FLOATS)
+    place: Int32
+    head: Int32
+    values: cute.Tensor
 
 
 @cute.jit
@@ -529,8 +573,8 @@ def add_dq(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, 
     """Adds a part of dQ from registers, four floats at a time."""
     fours = cute.size(part.values) // backward_rows.FLOATS
     own = backward_rows.fours_of(variant, fours, c.thread)
-    place = place_of_dq(variant, part.work, part.at) + c.index * variant.dq_fours + own.first
-    first = backward_rows.address_of(x.scratch.dq_sum[None, place, part.at.head])
+    place = part.place + c.index * variant.dq_fours + own.first
+    first = backward_rows.address_of(x.scratch.dq_sum[None, place, part.head])
     for i in cutlass.range_constexpr(fours):
         values = [part.values[backward_rows.FLOATS * i + j] for j in range(backward_rows.FLOATS)]
         offset = i * own.step * backward_rows.VECTOR_BYTES
@@ -562,9 +606,9 @@ def add_staged(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsum
     cute.arch.sync_warp()
     stage_dq(variant, x, c, part.values)
     cute.arch.sync_warp()
-    place = place_of_dq(variant, part.work, part.at) + c.index * variant.dq_fours + of_warp
+    place = part.place + c.index * variant.dq_fours + of_warp
     source = cute.domain_offset((0, of_warp), x.smem.dq[None, None, c.index]).iterator
-    target = x.scratch.dq_sum[None, place, part.at.head].iterator
+    target = x.scratch.dq_sum[None, place, part.head].iterator
     bulk_add(source, target, size * backward_rows.VECTOR_BYTES)
     cute.arch.cp_async_bulk_commit_group()
 

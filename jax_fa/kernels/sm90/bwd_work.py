@@ -8,7 +8,7 @@ from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from jax_fa.kernels import backward_rows, edges, primitives, tiles
 from jax_fa.kernels.backward_rows import FLOATS
-from jax_fa.kernels.backward_work import Arrays, Scalars, Tma
+from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Tma, Work
 from jax_fa.kernels.sm90 import bias_chunks
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES
@@ -133,6 +133,8 @@ class BackwardSmem(NamedTuple):
     delta: cute.Tensor  # (block_q, dout_stages)
     dq: Any  # (4, fours of a consumer's part, consumers), or None if it is not staged
     bias: Any  # (block_q, halves, chunks of the ring), or None without a ring
+    steps: Any  # (STEP_WORDS, 2 * q_stages) bwd_steps.py, or None unless steps are told
+    work: Any  # (WORK_WORDS,) bwd_steps.py, or None likewise
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
 
@@ -204,3 +206,9 @@ class BackwardConsumer(NamedTuple):
 def thread_anew(variant: BackwardVariant, c: BackwardConsumer) -> BackwardConsumer:
     """``c``; with a ring of a bias, steps keep nothing derived from its ``thread`` in registers."""
     return c._replace(thread=primitives.opaque(c.thread)) if variant.config.bias_stages else c
+
+
+def place_of_dq(variant: BackwardVariant, work: Work, at: Step) -> Int32:
+    """The position of a query block in ``Scratch.dq_sum``, in fours."""
+    row = work.scratch_row + at.q_block * variant.config.block_q
+    return row * (variant.key.head_dim // FLOATS)

@@ -6,6 +6,9 @@ in the accumulators in the order that dV += P^T dO and dK += dS^T Q need for the
 dQ = dS K, which sums over the keys of all consumers, needs dS in shared memory. Where registers are
 scarce (``HopperBackward.is_lean``), dK reads it there as well.
 
+Where a general mask leaves too few registers (``HopperBackward.tells_steps``), the loading warp
+tells consumers of each step through shared memory: ``bwd_steps.py``.
+
 Where dK and dV of 64 keys do not fit the registers of one warpgroup
 (``HopperBackward.splits_keys`` is False), the consumers work on the same 64 keys and divide the
 columns among themselves.
@@ -20,16 +23,29 @@ from jax_fa.kernels.edges import (
     Edge,
     NamedBarrier,
     Plan,
+    PlanError,
     Role,
     check,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
 from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES
 from jax_fa.spec.config_sm90_bwd import HopperBackward
+from jax_fa.spec.division import FOUND_WORDS
 from jax_fa.spec.key import KernelKey
 
 STAT_BYTES = 4
 SUM_BYTES = 4
+STEP_WORDS = 4
+"""Words by which load tells consumers of a step (``bwd_steps.py``)."""
+WORK_WORDS = 28
+"""Words of a tile's ``Work``, rounded up to whole loads of four: compilers widen smaller ones."""
+
+
+def step_slots(config: HopperBackward) -> int:
+    """The number of steps that ``STEP_WORDS`` are kept of."""
+    return 2 * config.q_stages if config.tells_steps else 0
+
+
 DS_STAGES = 2
 """Passing the barrier ``ds`` of one step means that every consumer's dQ of the step before has
 retired, so with two buffers dS may be written without a further wait. No other consumer's dK reads
@@ -38,6 +54,8 @@ it."""
 
 def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
     """The checked plan of the backward kernel for ``key`` under ``config``."""
+    if config.tells_steps and (config.q_stages != DS_STAGES or key.has_bias):
+        raise PlanError("a told step takes its buffer of dS from that of its queries, and no bias")
     consumers = config.num_consumers
     k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES
     v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
@@ -86,6 +104,9 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
             Buffer("p", 0 if config.splits_keys else ds_bytes * DS_STAGES),
             Buffer("dq", dq_bytes),
             Buffer("bias", bias_bytes * config.bias_stages),
+            Buffer("found", 4 * FOUND_WORDS),
+            Buffer("work", 4 * WORK_WORDS if config.tells_steps else 0),
+            Buffer("steps", 4 * STEP_WORDS * step_slots(config)),
             Buffer("lse2", stat_bytes * q_stages),
             Buffer("delta", stat_bytes * dout_stages),
         ),
