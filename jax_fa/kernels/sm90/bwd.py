@@ -43,7 +43,7 @@ from jax_fa.kernels.sm90.bwd_work import (
     BackwardVariant,
     make_layouts,
 )
-from jax_fa.kernels.sm90.plan_bwd import STEP_WORDS, WORK_WORDS, backward_plan, step_slots
+from jax_fa.kernels.sm90.plan_bwd import STEP_WORDS, backward_plan, step_slots, work_words
 from jax_fa.spec import division
 from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
@@ -68,7 +68,7 @@ def kernel(
     dq_layout = cute.make_layout((FLOATS, variant.dq_fours, config.num_consumers))
     dq_elements = cute.cosize(dq_layout) if config.stages_dq != "never" else 0
     bias_halves = cute.cosize(layouts.bias) if config.bias_stages else 0
-    slots, work_words = step_slots(config), WORK_WORDS if config.tells_steps else 0
+    slots, words = step_slots(config), work_words(config)
 
     @cute.struct
     class Storage:
@@ -78,7 +78,7 @@ def kernel(
         dout_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("dout").stages]
         bias_barriers: cute.struct.MemRange[Int64, 2 * config.bias_stages]
         found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
-        work: cute.struct.Align[cute.struct.MemRange[Int32, work_words], 16]
+        work: cute.struct.Align[cute.struct.MemRange[Int32, words], 16]
         steps: cute.struct.Align[cute.struct.MemRange[Int32, STEP_WORDS * slots], 16]
         lse2: cute.struct.Align[
             cute.struct.MemRange[Float32, config.block_q * config.q_stages], 128
@@ -120,7 +120,7 @@ def kernel(
         dq=storage.dq.get_tensor(dq_layout) if dq_elements else None,
         bias=primitives.smem_tensor(storage.bias, layouts.bias) if bias_halves else None,
         steps=storage.steps.get_tensor(cute.make_layout((STEP_WORDS, slots))) if slots else None,
-        work=storage.work.get_tensor(cute.make_layout(work_words)) if slots else None,
+        work=storage.work.get_tensor(cute.make_layout(words)) if words else None,
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     if const_expr(variant.is_general):

@@ -15,10 +15,9 @@ from cutlass.pipeline import PipelineProducer
 
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import fragment_bias_columns, fragments, loads, primitives
-from jax_fa.kernels.backward_work import Step, Work, first_step, next_step
+from jax_fa.kernels.backward_work import Step, Work, first_step, next_step, tile_at, work_on
 from jax_fa.kernels.sm90 import bias_chunks
 from jax_fa.kernels.sm90.bias_chunks import UNIT_WORDS, WORDS
-from jax_fa.kernels.sm90.bwd_steps import begin, next_tile
 from jax_fa.kernels.sm90.bwd_work import thread_anew
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 
@@ -29,15 +28,15 @@ FLOAT_STAGES = 2
 @cute.jit
 def load(variant: cutlass.Constexpr, x: Any, chunks: PipelineProducer) -> None:
     """Loads the bias of each tile's steps, if TMA can read it. One warp."""
-    tile = next_tile(variant, x, Int32(0))
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
-        work = begin(variant, x, tile)
+        work = work_on(variant, x, tile)
         if bias_chunks.is_staged(x.scalars.bias):
             at = first_step(work, Int32(0))
             for _ in cutlass.range(work.num_steps, unroll=1):
                 chunks = load_step(variant, x, work, at, chunks)
                 at = next_step(variant, x, work, at)
-        tile = next_tile(variant, x, tile.slot + 1)
+        tile = tile_at(variant, x, tile.slot + 1)
     # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
     chunks.tail()
 

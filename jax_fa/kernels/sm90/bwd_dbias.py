@@ -24,11 +24,12 @@ from jax_fa.kernels.backward_work import (
     Work,
     first_step,
     next_step,
+    tile_at,
+    work_on,
 )
 from jax_fa.kernels.bias import Bias
 from jax_fa.kernels.sm90 import bias_chunks, bwd_bias
 from jax_fa.kernels.sm90.bwd_bias import FLOAT_STAGES
-from jax_fa.kernels.sm90.bwd_steps import begin, next_tile
 from jax_fa.spec.band import UNBOUNDED
 
 FLOAT_BYTES = 4
@@ -107,9 +108,9 @@ def store_tiles(variant: cutlass.Constexpr, x: Any, chunks: PipelineConsumer) ->
     With 16 bits it is that of dQ; in float32 it lies where the bias was, or consumers write it.
     """
     bias, parity = x.scalars.bias, Int32(0)
-    tile = next_tile(variant, x, Int32(0))
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
-        work = begin(variant, x, tile)
+        work = work_on(variant, x, tile)
         at = first_step(work, parity)
         for _ in cutlass.range(work.num_steps, unroll=1):
             primitives.meet(variant, "ds")
@@ -128,7 +129,7 @@ def store_tiles(variant: cutlass.Constexpr, x: Any, chunks: PipelineConsumer) ->
                     stage.release()
             at = next_step(variant, x, work, at)
         parity = at.parity
-        tile = next_tile(variant, x, tile.slot + 1)
+        tile = tile_at(variant, x, tile.slot + 1)
     # HAZARD: the CTA, and with it its shared memory, must outlast these stores.
     cute.arch.cp_async_bulk_wait_group(0)
 

@@ -41,6 +41,11 @@ WORK_WORDS = 28
 """Words of a tile's ``Work``, rounded up to whole loads of four: compilers widen smaller ones."""
 
 
+def work_words(config: HopperBackward) -> int:
+    """The number of words that the work of the CTA's tile takes."""
+    return WORK_WORDS if config.tells_steps else 0
+
+
 def step_slots(config: HopperBackward) -> int:
     """The number of steps that ``STEP_WORDS`` are kept of."""
     return 2 * config.q_stages if config.tells_steps else 0
@@ -105,7 +110,7 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
             Buffer("dq", dq_bytes),
             Buffer("bias", bias_bytes * config.bias_stages),
             Buffer("found", 4 * FOUND_WORDS),
-            Buffer("work", 4 * WORK_WORDS if config.tells_steps else 0),
+            Buffer("work", 4 * work_words(config)),
             Buffer("steps", 4 * STEP_WORDS * step_slots(config)),
             Buffer("lse2", stat_bytes * q_stages),
             Buffer("delta", stat_bytes * dout_stages),
