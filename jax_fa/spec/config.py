@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jax_fa.spec.arch import Operation, arch_of_target
+from jax_fa.spec.chosen_sm90 import hopper_forward
 from jax_fa.spec.config_mma_sync import (
     FewQueries,
     MmaSyncBackward,
@@ -15,7 +16,7 @@ from jax_fa.spec.config_mma_sync import (
     mma_sync_bias_gradient,
     mma_sync_forward,
 )
-from jax_fa.spec.config_sm90 import HopperForward, hopper_forward
+from jax_fa.spec.config_sm90 import HopperForward
 from jax_fa.spec.config_sm90_bwd import HopperBackward, hopper_backward
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient, hopper_bias_gradient
 from jax_fa.spec.config_sm100 import (

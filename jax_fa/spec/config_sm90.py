@@ -1,14 +1,10 @@
-"""The compile-time parameters of Hopper's forward kernels that are chosen for speed.
-
-Tiles, stages, registers. Each row carries the measurement behind it.
-"""
+"""The compile-time parameters of Hopper's forward kernels; ``chosen_sm90.py`` has their values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from jax_fa.spec.division import GRANULE
-from jax_fa.spec.key import KernelKey
 
 
 @dataclass(frozen=True)
@@ -25,7 +21,6 @@ class HopperForward:
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         q_in_registers: whether the query operand is in registers, not in shared memory.
         packs_heads: whether query heads of a group share tiles if that saves tiles (``Packing``).
-        branches_steps: whether, with a general mask, a step is compiled with and without masking.
         bias_stages: depth of the ring of chunks of a bias; 0 without one.
     """
 
@@ -37,7 +32,6 @@ class HopperForward:
     producer_registers: int = 24
     q_in_registers: bool = False
     packs_heads: bool = False
-    branches_steps: bool = False
     bias_stages: int = 0
 
     @property
@@ -54,58 +48,3 @@ class HopperForward:
     def q_stages(self) -> int:
         """Query tiles in shared memory."""
         return 2 if self.is_persistent else 1
-
-
-def hopper_forward(key: KernelKey) -> HopperForward:
-    """The forward configuration for ``key``.
-
-    Comments give TFLOP/s on an H200, bfloat16, at 16 x 1024 and 2 x 8192 (sequences x tokens);
-    slower alternatives are in brackets.
-    """
-    is_general = key.mask == "general"
-    if key.has_bias:
-        return _forward_with_bias(key)
-    # Where find works beside load, 24 registers are too few and spill.
-    consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
-    block_kv, num_consumers, is_persistent, q_in_registers = 128, 2, True, False
-    if key.head_dim <= 64:
-        # General, H100, 1 x 16384 tokens, causal: 2.51 ms (2 consumers 2.73). With a soft cap or
-        # split keys as well, 160 registers are too few and spill.
-        if not is_general or not (key.has_soft_cap or key.is_split):
-            # Full: 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477).
-            num_consumers, consumer_registers, producer_registers = 3, 160, 32
-    elif key.head_dim <= 128:
-        # D = 128, full: 614 / 650 with q in registers (without 607 / 646; 160 keys 570 / 635; not
-        # persistent 502 / 626). Causal: 453 / 638 without (with 452 / 634).
-        q_in_registers = key.mask == "full"
-    elif key.head_dim <= 192:
-        # Full: 554 / 656 (128 keys, not persistent: 527 / 647).
-        block_kv = 96
-    else:
-        # Full: 544 / 682 (48 keys, persistent: 519 / 573).
-        block_kv, is_persistent = 80, False
-    return HopperForward(
-        block_kv,
-        num_consumers,
-        is_persistent,
-        consumer_registers=consumer_registers,
-        producer_registers=producer_registers,
-        q_in_registers=q_in_registers,
-        packs_heads=key.is_split,
-        # Time of general over causal, H100, 1 x 16384 tokens: 1.03 at D = 128 (without 1.08). At
-        # D = 256, which is not persistent, branching is slower.
-        branches_steps=is_general and is_persistent,
-    )
-
-
-def _forward_with_bias(key: KernelKey) -> HopperForward:
-    """The forward configuration with a bias, of which shared memory holds some chunks."""
-    block_kv = 128 if key.head_dim == 64 else 64  # 128 keys spill at D = 96 and 128 (DSL 4.8.1).
-    return HopperForward(
-        block_kv,
-        num_consumers=2,
-        is_persistent=key.head_dim <= 192,
-        consumer_registers=232,
-        producer_registers=40,
-        bias_stages={64: 8, 96: 4, 128: 4, 192: 2, 256: 2}[key.head_dim],
-    )

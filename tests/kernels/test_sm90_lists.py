@@ -1,4 +1,4 @@
-"""What find hands on in the Hopper forward: single faults, each found under one of some schedules.
+"""What find and load tell in the Hopper forward: single faults, each found under some schedule.
 
 Not among them: a missing barrier of the lanes of a warp, which the emulator runs in step.
 """
@@ -123,6 +123,49 @@ def a_block_less_is_counted(lists):
     return {"work_on": wrong}
 
 
+def no_step_is_told(steps):
+    """Consumers read a word that nobody has written."""
+    return {"tell": lambda *at: steps.step_after(*at[:4]).block}
+
+
+def no_step_is_told_to_hide_pairs(steps):
+    """Consumers leave blocks unmasked that need it."""
+    right = steps.next_hides_pairs
+    return {"next_hides_pairs": lambda *at: right(*at) & False}
+
+
+def a_step_is_told_under_the_number_of_the_next(steps):
+    """Consumers read what follows the step before."""
+    right = steps.tell
+    return {
+        "tell": lambda variant, x, work, block, number: right(variant, x, work, block, number + 1)
+    }
+
+
+def steps_have_half_the_slots(steps):
+    """Load runs ahead of consumers by more steps than are kept."""
+    return {"step_slots": lambda key, config: config.stages}
+
+
+def a_step_is_told_after_its_loads(steps):
+    """Consumers may find keys and values in place, and no word yet."""
+    from jax_fa.kernels.sm90 import fwd_roles
+
+    tell, load_v, late = steps.tell, fwd_roles.load_v, []
+
+    def wrong_tell(*at):
+        late.append(at)
+        return steps.step_after(*at[:4]).block
+
+    def wrong_load(*at):
+        phase = load_v(*at)
+        if late:
+            tell(*late.pop())
+        return phase
+
+    return {"tell": wrong_tell, "load_v": wrong_load}
+
+
 FAULTS = (
     (nobody_waits_for_a_list, UninitializedReadError),
     (nobody_gives_a_list_back, DeadlockError),
@@ -133,18 +176,39 @@ FAULTS = (
     (find_tells_of_another_head_of_keys, AssertionError),
     (a_block_less_is_counted, AssertionError),
 )
+STEP_FAULTS = (
+    (no_step_is_told, UninitializedReadError),
+    (no_step_is_told_to_hide_pairs, AssertionError),
+    (a_step_is_told_under_the_number_of_the_next, (AssertionError, UninitializedReadError)),
+    (steps_have_half_the_slots, (AssertionError, EmulationError)),
+    (a_step_is_told_after_its_loads, (AssertionError, UninitializedReadError)),
+)
 
 
 @pytest.mark.parametrize(("fault", "error"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_fault_is_found(tmp_path, monkeypatch, fault, error):
-    from jax_fa.kernels.sm90 import fwd_lists, fwd_roles
+    from jax_fa.kernels.sm90 import fwd_lists
 
-    for name, wrong in fault(fwd_lists).items():
-        home, _, method = name.partition(".")
+    find_in_faulty(tmp_path, monkeypatch, fault, fwd_lists, error)
+
+
+@pytest.mark.parametrize(("fault", "error"), STEP_FAULTS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_fault_of_steps_is_found(tmp_path, monkeypatch, fault, error):
+    from jax_fa.kernels.sm90 import fwd_steps
+
+    find_in_faulty(tmp_path, monkeypatch, fault, fwd_steps, error)
+
+
+def find_in_faulty(tmp_path, monkeypatch, fault, home, error):
+    """Compiles the kernel with what ``fault`` replaces in ``home`` and in those that import it."""
+    from jax_fa.kernels.sm90 import fwd, fwd_roles
+
+    for name, wrong in fault(home).items():
+        kind, _, method = name.partition(".")
         if method:
-            monkeypatch.setattr(getattr(fwd_lists, home), method, wrong)
+            monkeypatch.setattr(getattr(home, kind), method, wrong)
             continue
-        for module in (fwd_lists, fwd_roles):
+        for module in (home, fwd_roles, fwd):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, wrong)
     built = build(tmp_path, "sm90.fwd", KEY, choose_forward(KEY), fault.__name__)

@@ -37,7 +37,7 @@ from jax_fa.kernels.sm90.fwd_work import (
     ForwardSmem,
     make_layouts,
 )
-from jax_fa.kernels.sm90.plan import TOLD_WORDS, forward_plan, num_lists
+from jax_fa.kernels.sm90.plan import TOLD_WORDS, forward_plan, num_lists, step_slots
 from jax_fa.spec.config_sm90 import HopperForward
 from jax_fa.spec.key import KernelKey
 
@@ -55,7 +55,7 @@ def kernel(
 ) -> None:
     """Device entry: shared memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
-    stages = num_lists(variant.key, variant.config)
+    stages, slots = (count(variant.key, variant.config) for count in (num_lists, step_slots))
     bias_halves = cute.cosize(layouts.bias) if variant.key.has_bias else 0
 
     @cute.struct
@@ -66,6 +66,7 @@ def kernel(
         zero_fill: cute.struct.MemRange[Int64, 1]
         list_barriers: cute.struct.MemRange[Int64, 2 * stages]
         lists: cute.struct.MemRange[Int32, TOLD_WORDS * stages]
+        steps: cute.struct.MemRange[Int32, slots]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
@@ -82,6 +83,7 @@ def kernel(
         zero_fill=storage.zero_fill.data_ptr(),
         lists=found,
         found=found[None, 0],
+        steps=storage.steps.get_tensor(cute.make_layout(slots)) if slots else None,
     )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == 0:

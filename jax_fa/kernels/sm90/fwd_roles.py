@@ -27,6 +27,7 @@ from jax_fa.kernels.fragment_rows import (
     store_part,
 )
 from jax_fa.kernels.sm90.fwd_lists import anew, begin, next_tile, on_list, release
+from jax_fa.kernels.sm90.fwd_steps import next_step, step_after, tell
 from jax_fa.kernels.sm90.fwd_work import (
     ForwardConsumer,
     ForwardContext,
@@ -37,7 +38,7 @@ from jax_fa.kernels.sm90.fwd_work import (
     thread_anew,
 )
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
-from jax_fa.kernels.unmasked import hides_pairs, next_hides_pairs
+from jax_fa.kernels.unmasked import hides_pairs
 
 
 class LoadedBlocks(NamedTuple):
@@ -46,13 +47,14 @@ class LoadedBlocks(NamedTuple):
     k: PipelineProducer
     v: PipelineProducer
     phase: Int32  # of the barrier ``zero_fill``
+    number: Int32  # of steps in the tiles before
 
 
 @cute.jit
 def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> None:
     """Loads each query tile and its key and value blocks, newest first. One warp."""
     q, k, v = pipes
-    phase = Int32(0)
+    phase, number = Int32(0), Int32(0)
     tile = next_tile(variant, x, Int32(0))
     if tile.is_valid:
         work = begin(variant, x, tile)
@@ -65,7 +67,8 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
             while tile.is_valid:
                 # Begun before the long loop, which hides the latency of lengths read from memory.
                 next_work = begin(variant, x, tile)
-                k, v, phase = load_middle(variant, x, work, KvPipes(k, v), phase)
+                loaded = LoadedBlocks(k, v, phase, number)
+                k, v, phase, number = load_middle(variant, x, work, loaded)
                 before, work = work, next_work
                 slot = q.acquire_and_advance()
                 load_q(variant, x, work, slot)
@@ -74,7 +77,8 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
                 slot = v.acquire_and_advance()
                 phase = load_v(variant, x, before, before.blocks.start, slot, phase)
                 tile = next_tile(variant, x, work.tile.slot + 1)
-        k, v, phase = load_middle(variant, x, work, KvPipes(k, v), phase)
+        loaded = LoadedBlocks(k, v, phase, number)
+        k, v, phase, number = load_middle(variant, x, work, loaded)
         slot = v.acquire_and_advance()
         load_v(variant, x, work, work.blocks.start, slot, phase)
         # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
@@ -85,20 +89,22 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
 
 @cute.jit
 def load_middle(
-    variant: cutlass.Constexpr, x: ForwardContext, work: Work, pipes: KvPipes, phase: Int32
+    variant: cutlass.Constexpr, x: ForwardContext, work: Work, loaded: LoadedBlocks
 ) -> LoadedBlocks:
     """Loads keys of all blocks but the newest, each followed by the previous block's values."""
-    k, v, x = pipes.k, pipes.v, on_list(variant, x, work)
-    block = work.blocks.end - 1
+    k, v, phase, number = loaded
+    x, block = on_list(variant, x, work), work.blocks.end - 1
+    following = below(variant, x, block)
     for _ in cutlass.range(work.num_blocks - 1, unroll=1):
-        following = below(variant, x, block)
+        number = number + 1
+        after = tell(variant, x, work, following, number)
         slot = k.acquire_and_advance()
         load_k(x, work, following, slot)
         slot = v.acquire_and_advance()
         phase = load_v(variant, x, work, block, slot, phase)
-        block = following
+        block, following = following, after
     release(variant, x, work)
-    return LoadedBlocks(k, v, phase)
+    return LoadedBlocks(k, v, phase, number + 1)
 
 
 @cute.jit
@@ -185,25 +191,17 @@ def multiply_qk(
 
 
 class Products(NamedTuple):
-    """S of a block and PV of the previous one, in flight.
-
-    Attributes:
-        scores: S.
-        k_full: the stage of keys that S reads.
-        v_full: the stage of values that PV reads.
-        k: the pipe of keys, advanced.
-        v: the pipe of values, advanced.
-    """
+    """S of a block and PV of the previous one, in flight, and the pipes, advanced."""
 
     scores: cute.Tensor
-    k_full: Any
-    v_full: Any
+    k_full: Any  # the stage of keys that S reads
+    v_full: Any  # the stage of values that PV reads
     k: PipelineConsumer
     v: PipelineConsumer
 
 
 class Place(NamedTuple):
-    """A consumer's pipes, the block of its next step, and whether that block hides keys."""
+    """A consumer's pipes, and its next step."""
 
     k: PipelineConsumer
     v: PipelineConsumer
@@ -242,13 +240,12 @@ def middle(
     """
     x, work = on_list(variant, x, work), anew(variant, x, work)
     blocks, newest = work.blocks, work.blocks.end - 1
-    block = below(variant, x, newest)
-    at = Place(pipes.k, pipes.v, block, next_hides_pairs(variant, x, blocks, block))
+    at = Place(pipes.k, pipes.v, *step_after(variant, x, work, newest))
     if const_expr(variant.key.has_bias):
         at = variant.bias.steps(variant, step, x, c, work, q_index, at)
-    elif const_expr(variant.config.branches_steps):
-        # One step of each kind, chosen by what the previous step found. Three loops, over masked,
-        # full and masked blocks, spill.
+    elif const_expr(variant.is_general and variant.config.is_persistent):
+        # One step of each kind. Three loops, over masked, full and masked blocks, spill. Where a
+        # CTA has one tile (D = 256), two kinds are slower.
         for _ in cutlass.range(work.num_blocks - 1, unroll=1):
             if at.hides:
                 at = step(variant, True, x, c, work, q_index, at)
@@ -282,9 +279,8 @@ def step(
 ) -> Place:
     """Computes S and softmax of a block, masked if it ``hides`` keys, and PV of the one before."""
     scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(at.k, at.v))
-    # Computed here, while products run: between two steps, the latency would not be hidden.
-    following = below(variant, x, at.block)
-    next_hides = next_hides_pairs(variant, x, anew(variant, x, work).blocks, following)
+    # Found here, while products run: between two steps, the latency would not be hidden.
+    following = next_step(variant, x, at.block, k_full.count)
     warpgroup.wait_group(1)  # for S
     k_full.release()
     add_bias(variant, x, c, work, at.block, scores, k_full.count, form)
@@ -294,7 +290,7 @@ def step(
     # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
     primitives.narrow(scores, c.p)
     fragment_softmax.scale_rows(c.out, shrink)
-    return Place(k, v, following, next_hides)
+    return Place(k, v, *following)
 
 
 @cute.jit

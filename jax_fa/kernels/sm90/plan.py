@@ -36,6 +36,11 @@ def num_lists(key: KernelKey, config: HopperForward) -> int:
     return 4 if key.mask == "general" and config.is_persistent else 1
 
 
+def step_slots(key: KernelKey, config: HopperForward) -> int:
+    """The number of steps of which load keeps a word for consumers: ``fwd_steps.py``."""
+    return 2 * config.stages if key.mask == "general" else 0
+
+
 def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     """The checked plan of the forward kernel for ``key`` under ``config``."""
     consumers = config.num_consumers
@@ -64,6 +69,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
         buffers=(
             Buffer("zero_fill", 8),  # mbarrier of a value block that is zero-filled before use
             Buffer("found", 4 * TOLD_WORDS * lists),  # the tile lists: ``TOLD_WORDS`` each
+            Buffer("steps", 4 * step_slots(key, config)),
             Buffer("q", q_bytes * config.q_stages),
             Buffer("k", k_bytes * config.stages),
             Buffer("v", v_bytes * config.stages),
