@@ -27,6 +27,10 @@ CASE = Case("lists", q_len=900, kv_len=500, heads=4, kv_heads=2, dense=Dense("bl
 """Ten tiles for each of two CTAs, whose lists differ: more than twice the lists of the ring."""
 LONG = Case("long_list", 1, 30, 4300, heads=1, kv_heads=1, dense=Dense("blocks", "NTS"))
 """A list of 34 blocks, which two warps share."""
+WINDOW = Case(
+    "window", 1, 300, 300, heads=1, kv_heads=1, window=(90, 9), dense=Dense("random", "TS")
+)
+"""Blocks of which both the band and the mask hide pairs."""
 LOAD, FIND, CONSUME = 0, 1, 4
 SCHEDULES = tuple(
     Options(completion, starved=starved, max_segments=400_000)
@@ -50,7 +54,7 @@ def find_fault(built, case=CASE):
 
 def test_the_kernel_without_faults_passes(tmp_path):
     built = prebuilt(tmp_path, "sm90.fwd", KEY, choose_forward(KEY))
-    for case in (CASE, LONG):
+    for case in (CASE, LONG, WINDOW):
         find_fault(built, case)
 
 
@@ -199,7 +203,7 @@ def test_a_fault_of_steps_is_found(tmp_path, monkeypatch, fault, error):
     find_in_faulty(tmp_path, monkeypatch, fault, fwd_steps, error)
 
 
-def find_in_faulty(tmp_path, monkeypatch, fault, home, error):
+def find_in_faulty(tmp_path, monkeypatch, fault, home, error, case=CASE):
     """Compiles the kernel with what ``fault`` replaces in ``home`` and in those that import it."""
     from jax_fa.kernels.sm90 import fwd, fwd_roles
 
@@ -213,7 +217,16 @@ def find_in_faulty(tmp_path, monkeypatch, fault, home, error):
                 monkeypatch.setattr(module, name, wrong)
     built = build(tmp_path, "sm90.fwd", KEY, choose_forward(KEY), fault.__name__)
     with pytest.raises(error):
-        find_fault(built)
+        find_fault(built, case)
+
+
+def test_blocks_that_a_mask_hides_are_masked_by_the_band_too(tmp_path, monkeypatch):
+    from jax_fa.kernels.sm90 import fwd_roles
+
+    def no_band(roles):
+        return {"mask_by_place": lambda *_: None}
+
+    find_in_faulty(tmp_path, monkeypatch, no_band, fwd_roles, AssertionError, WINDOW)
 
 
 def test_finders_that_do_not_wait_for_each_other_are_found(tmp_path):

@@ -129,10 +129,7 @@ def make_entry(key: KernelKey, config: HopperForward) -> Callable:
 def launch(
     variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None, granules: Any = None
 ) -> None:
-    """Describes the arrays to TMA and launches the kernel.
-
-    ``packing`` and ``granules`` are as in ``ForwardContext``.
-    """
+    """Describes the arrays to TMA and launches the kernel. ``ForwardContext`` has the last two."""
     layouts, one = make_layouts(variant), (None, None, 0)
     copied = layouts._replace(**{x: cute.slice_(getattr(layouts, x), one) for x in "qkv"})
     tma, arrays = forward_arrays(variant, call, copied)

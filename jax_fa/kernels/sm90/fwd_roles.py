@@ -324,12 +324,16 @@ def mask_block(
     block: Int32,
 ) -> None:
     """Masks, for each row, the scores of those keys of a block that it does not see."""
+    hides_by_place = True
     if const_expr(variant.is_general):
         if dense_mask.is_present(x.scalars.mask):
             if dense_mask.hides(x.smem.found, block):
                 own, at = thread_anew(variant, c), primitives.opaque(block)
                 mask_by_words(variant, x, own, anew(variant, x, work), scores, at)
-    mask_by_place(variant, x, thread_anew(variant, c), anew(variant, x, work), scores, block)
+        _, full_start, full_end, _ = anew(variant, x, work).blocks
+        hides_by_place = (block >= full_end) | (block < full_start)
+    if hides_by_place:
+        mask_by_place(variant, x, thread_anew(variant, c), anew(variant, x, work), scores, block)
 
 
 @cute.jit
