@@ -20,8 +20,12 @@ def hopper_forward(key: KernelKey) -> HopperForward:
         return _forward_with_bias(key)
     # Where find works beside load, 24 registers are too few and spill.
     consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
-    block_kv, num_consumers, is_persistent, q_in_registers = 128, 2, True, False
+    block_kv, num_consumers, stages, q_in_registers = 128, 2, 2, False
+    # 64 x 128 tokens, 16 heads, H200, us by ncu: D = 64 37 (2 query tiles: 46), D = 96 36 (47), D =
+    # 128 49 (58). From D = 192 on shared memory holds two, at D = 256 one.
+    q_stages = 3
     if key.head_dim <= 64:
+        stages = 4
         # General, H100, 1 x 16384 tokens, causal: 2.51 ms (2 consumers 2.73). With a soft cap or
         # split keys as well, 160 registers are too few and spill.
         if not is_general or not (key.has_soft_cap or key.is_split):
@@ -33,14 +37,15 @@ def hopper_forward(key: KernelKey) -> HopperForward:
         q_in_registers = key.mask == "full"
     elif key.head_dim <= 192:
         # Full: 554 / 656 (128 keys, not persistent: 527 / 647).
-        block_kv = 96
+        block_kv, q_stages = 96, 2
     else:
         # Full: 544 / 682 (48 keys, persistent: 519 / 573).
-        block_kv, is_persistent = 80, False
+        block_kv, q_stages = 80, 1
     return HopperForward(
         block_kv,
         num_consumers,
-        is_persistent,
+        q_stages,
+        stages,
         consumer_registers=consumer_registers,
         producer_registers=producer_registers,
         q_in_registers=q_in_registers,
@@ -54,7 +59,7 @@ def _forward_with_bias(key: KernelKey) -> HopperForward:
     return HopperForward(
         block_kv,
         num_consumers=2,
-        is_persistent=key.head_dim <= 192,
+        q_stages=2 if key.head_dim <= 192 else 1,
         consumer_registers=232,
         producer_registers=40,
         bias_stages={64: 8, 96: 4, 128: 4, 192: 2, 256: 2}[key.head_dim],

@@ -14,8 +14,8 @@ class HopperForward:
     Attributes:
         block_kv: keys per step.
         num_consumers: warpgroups that own 64 query rows each.
-        is_persistent: whether a CTA works on many tiles, and starts the next while it finishes one;
-            this needs room for two query tiles.
+        q_stages: query tiles in shared memory; with several, a CTA works on many tiles. Output lies
+            where queries did: with two, it is stored before the tile after next loads.
         stages: depth of the key ring and of the value ring.
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.
@@ -26,7 +26,7 @@ class HopperForward:
 
     block_kv: int
     num_consumers: int
-    is_persistent: bool
+    q_stages: int
     stages: int = 2
     consumer_registers: int = 240
     producer_registers: int = 24
@@ -45,6 +45,6 @@ class HopperForward:
         return GRANULE
 
     @property
-    def q_stages(self) -> int:
-        """Query tiles in shared memory."""
-        return 2 if self.is_persistent else 1
+    def is_persistent(self) -> bool:
+        """Whether a CTA works on many tiles."""
+        return self.q_stages > 1

@@ -12,9 +12,10 @@ from test_sm90_backward import SCHEDULES
 from test_sm100_backward import call
 
 from jax_fa.emulator import EmulationError
-from jax_fa.kernels.sm90 import plan_bwd
-from jax_fa.spec.config import choose_backward
+from jax_fa.kernels.sm90 import plan, plan_bwd
+from jax_fa.spec.config import choose_backward, choose_forward
 from jax_fa.spec.key import KernelKey
+from jax_fa.spec.variants import VARIANTS
 
 pytestmark = [
     needs_dsl,
@@ -126,6 +127,16 @@ def test_the_plan_has_room_for_the_work_of_a_tile():
     from jax_fa.kernels import backward_work, kept
 
     assert 0 <= plan_bwd.WORK_WORDS - kept.num_words(backward_work.Work) < 4
+
+
+def test_slots_of_told_steps_are_a_power_of_two():
+    """The place of a step is the low bits of its number."""
+    keys = {v.key for v in VARIANTS if v.kernels == "sm90" and v.operation == "fwd"}
+    slots = [plan.step_slots(key, choose_forward(key)) for key in keys]
+    keys = {v.key for v in VARIANTS if v.kernels == "sm90" and v.operation == "bwd"}
+    slots += [plan_bwd.step_slots(choose_backward(key)) for key in keys]
+    assert {4, 8} <= set(slots)
+    assert all(count & (count - 1) == 0 for count in slots), sorted(set(slots))
 
 
 def test_what_is_kept_is_read_back():
