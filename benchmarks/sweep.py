@@ -14,9 +14,8 @@ import math
 import random
 import statistics
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +35,8 @@ _TOKENS = 16384
 """Queries, or keys, of all sequences of a shape at most."""
 _MOST_ELEMENTS = 2**26
 """Of an array."""
-_COMPILED_AHEAD = 12
-"""Shapes, by as many threads, while others are timed."""
+_THREADS, _BATCH = 12, 48
+"""Threads that compile, and calls that they compile before these are timed: nothing runs beside."""
 _SECONDS = 0.004
 """Of a sample, about: as many calls as take so long."""
 
@@ -103,21 +102,18 @@ def _compiled(workload: Workload, direction: Direction, inputs: dict[str, jax.Ar
     return Compared(workload, direction, programs, "")
 
 
-def _compiled_ahead(workloads: Sequence[Workload]) -> Iterator[Compared]:
-    """Everything to be timed, in order."""
+def _compiled_in_batches(workloads: Sequence[Workload]) -> Iterator[Compared]:
+    """Everything to be timed, in order. While it is timed, nothing is compiled."""
     calls = [
         (workload, direction)
         for workload in workloads
         for direction in (DIRECTIONS[:1] if workload.q_len == 1 else DIRECTIONS)
     ]
-    waiting: deque[Future[Compared]] = deque()
-    with ThreadPoolExecutor(_COMPILED_AHEAD) as pool:
-        for call in calls:
-            waiting.append(pool.submit(_compiled, *call, _inputs(call[0])))
-            if len(waiting) > _COMPILED_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for first in range(0, len(calls), _BATCH):
+            batch = calls[first : first + _BATCH]
+            compiled = [pool.submit(_compiled, *call, _inputs(call[0])) for call in batch]
+            yield from [future.result() for future in compiled]
 
 
 def measure(compared: Compared, rounds: int) -> list[Record]:
@@ -219,7 +215,7 @@ def _taken(args: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
     workloads = [shape(source, number) for number in range(args.shapes)]
     about: dict[str, Any] = {**gpu.machine(), **report.about("jax"), "seed": args.seed}
     records: list[Record] = []
-    for number, compared in enumerate(_compiled_ahead(workloads)):
+    for number, compared in enumerate(_compiled_in_batches(workloads)):
         if compared.obstacle:
             print(f"{compared.workload.name}: {compared.obstacle}", file=sys.stderr)
             continue
