@@ -131,10 +131,11 @@ def test_the_plan_has_room_for_the_work_of_a_tile():
 
 def test_slots_of_told_steps_are_a_power_of_two():
     """The place of a step is the low bits of its number."""
-    keys = {v.key for v in VARIANTS if v.kernels == "sm90" and v.operation == "fwd"}
-    slots = [plan.step_slots(key, choose_forward(key)) for key in keys]
-    keys = {v.key for v in VARIANTS if v.kernels == "sm90" and v.operation == "bwd"}
-    slots += [plan_bwd.step_slots(choose_backward(key)) for key in keys]
+    variants = [v for v in VARIANTS if v.kernels == "sm90"]
+    slots = [
+        plan.step_slots(v.key, choose_forward(v.key)) for v in variants if v.operation == "fwd"
+    ]
+    slots += [plan_bwd.step_slots(choose_backward(v.key)) for v in variants if v.operation == "bwd"]
     assert {4, 8} <= set(slots)
     assert all(count & (count - 1) == 0 for count in slots), sorted(set(slots))
 
