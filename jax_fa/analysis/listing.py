@@ -299,9 +299,8 @@ def _summary(group: Sequence[Variant], everything: Sequence[Variant]) -> str:
 
 def _mask(variant: Variant) -> str:
     key = variant.key
-    if not key.is_split:
-        return key.mask
-    return f"{key.mask} {'few' if key.is_few else 'split'}"
+    form = "few" if key.is_few else "split" if key.is_split else "small" if key.is_small else ""
+    return f"{key.mask} {form}".rstrip()
 
 
 _FIELDS: dict[str, Callable[[Variant], str]] = {

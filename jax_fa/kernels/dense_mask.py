@@ -3,7 +3,7 @@
 The arrays are those of ``schema.py``: words of 32 keys for every query row, and a map of cells of
 16 rows by 16 keys. The map has two planes: whether a cell shows any pair, and whether it shows all.
 From the map, a CTA makes a list in shared memory for each of its tiles. It has two bits for each
-block that the tile sweeps: whether to visit it, and whether to mask it. Every role walks the list.
+block that the tile sweeps: whether to visit it, and whether to mask it.
 
 HAZARD: arrays may hold anything, and rows may lie beyond the last: every index is clamped.
 """

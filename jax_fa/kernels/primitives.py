@@ -137,6 +137,18 @@ def opaque(value: Int32) -> Int32:
     )
 
 
+def hold_until(value: Float32, where: cute.Pointer) -> None:
+    """Keeps waits that follow behind the computation of ``value``, which is not negative.
+
+    ptxas moves a wait for products ahead of all that does not depend on it, but not ahead of a
+    store: this one, to shared memory, never happens.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.lt.f32 p, {$r0}, 0f00000000; @p st.shared.f32 [{$r1}], {$r0}; }",
+        read_only_args=[value, where],
+    )
+
+
 @cute.jit
 def complete_tx(barrier: cute.Pointer, size_bytes: int) -> None:
     """Counts ``size_bytes`` as arrived at an mbarrier, in place of a copy that skipped it.

@@ -212,8 +212,8 @@ def gpu_kernel(problem: Problem, target: Target, operation: Operation) -> Kernel
     for kernel in kernels:
         if {variants.run_as(operation, arch, kernel.stem) for arch in archs} <= target.compiled:
             return kernel
-    whole = (kernel for key, kernel in zip(keys, kernels, strict=True) if not key.is_split)
-    return next(whole, Kernel())
+    plain = (k for key, k in zip(keys, kernels, strict=True) if not (key.is_split or key.is_small))
+    return next(plain, Kernel())
 
 
 def _give_dbias(problem: Problem, kernels: set[Reader]) -> bool:

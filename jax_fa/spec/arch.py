@@ -31,10 +31,12 @@ class Kernels(NamedTuple):
     Attributes:
         folder: under ``kernels/``, with the code.
         heads: (D, Dv).
+        small: of which there are kernels with small tiles, too (``KernelKey.is_small``).
     """
 
     folder: str
     heads: tuple[tuple[int, int], ...]
+    small: tuple[tuple[int, int], ...] = ()
 
 
 class Rates(NamedTuple):
@@ -124,7 +126,7 @@ ARCHS: tuple[Arch, ...] = (
         name="sm90",
         capabilities=("9.0",),
         target="sm_90a",
-        fwd=Kernels("sm90", _HEADS),
+        fwd=Kernels("sm90", _HEADS, small=((64, 64),)),
         bwd=Kernels("sm90", _HEADS),
         bias=Kernels("sm90", _HEADS),
         few=Kernels("mma_sync", _HEADS),

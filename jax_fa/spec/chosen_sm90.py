@@ -21,14 +21,14 @@ def hopper_forward(key: KernelKey) -> HopperForward:
     # Where find works beside load, 24 registers are too few and spill.
     consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
     block_kv, num_consumers, stages, q_in_registers = 128, 2, 2, False
-    # 64 x 128 tokens, 16 heads, H200, us by ncu: D = 64, with four stages as well, 37 (two query
-    # tiles and stages: 46), D = 96 36 (47), D = 128 49 (58). D = 192 has room for two, 256 for one.
-    q_stages = 3
+    # H200, us by ncu, 16 heads: D = 64, small tiles, 16 x 1024 tokens, causal, 130 (three: 138),
+    # 64 x 256 65 (67). D = 128 has room for three: 64 x 128 49 (two: 58), 192 for two, 256 for one.
+    q_stages = 4 if key.head_dim <= 96 else 3
     if key.head_dim <= 64:
         stages = 4
         # General, H100, 1 x 16384 tokens, causal: 2.51 ms (2 consumers 2.73). With a soft cap or
-        # split keys as well, 160 registers are too few and spill.
-        if not is_general or not (key.has_soft_cap or key.is_split):
+        # split keys as well, 160 registers are too few and spill. Small tiles: ``small_tiles_pay``.
+        if not (key.is_small or key.has_soft_cap or key.is_split):
             # Full: 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477).
             num_consumers, consumer_registers, producer_registers = 3, 160, 32
     elif key.head_dim <= 128:

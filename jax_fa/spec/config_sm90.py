@@ -15,7 +15,7 @@ class HopperForward:
         block_kv: keys per step.
         num_consumers: warpgroups that own 64 query rows each.
         q_stages: query tiles in shared memory; with several, a CTA works on many tiles. Output lies
-            where queries did: with two, it is stored before the tile after next loads.
+            where queries did, until TMA has read it; with four, consumers go on meanwhile.
         stages: depth of the key ring and of the value ring.
         consumer_registers: per thread of a consumer, multiple of 8.
         producer_registers: per thread of the producer warpgroup, multiple of 8.

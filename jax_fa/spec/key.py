@@ -27,6 +27,7 @@ class KernelKey:
         has_soft_cap: logits are bounded by a soft cap.
         is_split: several CTAs may share the keys of a query tile (``variants.kv_splits``).
         is_few: query rows are few, so that warps of a CTA share the keys, too.
+        is_small: tiles have fewer query rows than is best for long sequences.
         has_bias: a bias is added to the logits; a soft cap is then a run-time value, 0 for none.
     """
 
@@ -38,4 +39,5 @@ class KernelKey:
     has_soft_cap: bool = False
     is_split: bool = False
     is_few: bool = False
+    is_small: bool = False
     has_bias: bool = False

@@ -24,8 +24,9 @@ def stem(key: KernelKey) -> str:
     cap = "_cap" if key.has_soft_cap else ""
     split = ENDINGS["few"] if key.is_few else "_split" if key.is_split else ""
     bias = ENDINGS["bias"] if key.has_bias else ""
+    small = "_small" if key.is_small else ""
     dims = short_heads(key.head_dim, key.value_dim)
-    return f"{SHORT_DTYPES[key.dtype]}_{dims}_{key.mask}{cap}{split}{bias}"
+    return f"{SHORT_DTYPES[key.dtype]}_{dims}_{key.mask}{cap}{split}{small}{bias}"
 
 
 def short_heads(head_dim: int, value_dim: int) -> str:

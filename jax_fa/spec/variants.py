@@ -6,7 +6,8 @@ soft cap; lengths, windows, segments, offsets, alignment, sinks, heads and exten
 values. A soft cap costs a tanh per score, compared to which the general mask is cheap, so it exists
 for that class only. So does a bias, whose kernels take the soft cap as a run-time value. Keys are
 split only where tiles are few; such kernels are memory-bound, so the general mask serves them all.
-With a soft cap or a bias, keys are not split.
+With a soft cap or a bias, keys are not split. Where tiles have many rows, there are kernels with
+small tiles for short sequences and narrow windows (``small_tiles_pay``).
 
 A kernel also serves smaller heads than it is compiled for: its loads fill the missing columns with
 zeros, which change no product, and its stores end where the arrays do.
@@ -21,7 +22,7 @@ from itertools import product
 from typing import Any
 
 from jax_fa.spec.arch import ARCHS, KINDS, OPERATIONS, Arch, Kernels, Kind, Operation, arch_named
-from jax_fa.spec.band import UNBOUNDED, ceil_div
+from jax_fa.spec.band import UNBOUNDED, ceil_div, kv_blocks
 from jax_fa.spec.config_mma_sync import WARP_ROWS
 from jax_fa.spec.division import RESIDENT_CTAS, packing, packing_pays
 from jax_fa.spec.key import MASK_CLASSES, KernelKey, MaskClass
@@ -94,14 +95,17 @@ def _enumerate() -> Iterator[Variant]:
     masks.append({"mask": "general", "has_soft_cap": True})
     split: dict[str, Any] = {"mask": "general", "is_split": True}
     few: dict[str, Any] = {**split, "is_few": True}
+    small: list[dict[str, Any]] = [{"mask": mask, "is_small": True} for mask in MASK_CLASSES]
     bias: dict[str, Any] = {"mask": "general", "has_bias": True}
-    of_operation = {"fwd": [*masks, split, few, bias], "bwd": [*masks, bias], "dbias": [bias]}
+    forwards = [*masks, *small, split, few, bias]
+    of_operation = {"fwd": forwards, "bwd": [*masks, bias], "dbias": [bias]}
     for arch, operation, dtype, heads in product(ARCHS, OPERATIONS, SHORT_DTYPES, HEADS):
         for fields in of_operation[operation]:
             variant = Variant(operation, arch.name, KernelKey(arch.target, dtype, *heads, **fields))
             held = getattr(arch, variant.kind)
-            if isinstance(held, Kernels) and heads in held.heads:
-                yield variant
+            if isinstance(held, Kernels):
+                if heads in (held.small if variant.key.is_small else held.heads):
+                    yield variant
 
 
 VARIANTS = tuple(_enumerate())
@@ -242,6 +246,40 @@ def num_parts(problem: Problem, key: KernelKey) -> int:
     return kv_splits(problem) if key.is_split else 1
 
 
+LARGE_ROWS, SMALL_ROWS = 192, 128
+"""Query rows of the tiles of kernels that have small ones as well, and of these."""
+
+LARGE_COST = 0.88
+"""The time of a block of keys for a row of a large tile, where for one of a small tile it is 1.
+H200, D = 64, 2 x 16384 tokens, 16 heads, bfloat16, us with small and large tiles: 5607 and 4882;
+causal 2913 and 2581."""
+
+
+@cache
+def small_tiles_pay(problem: Problem) -> bool:
+    """Whether kernels with small tiles are done sooner than the others of their family.
+
+    Rows and keys that nobody needs are fewer in small tiles: behind the end of a short sequence,
+    and beside the diagonal or a window. Packed sequences count with their mean length.
+    """
+    small = SMALL_ROWS * _blocks_of_a_cta(problem, SMALL_ROWS)
+    return small < LARGE_COST * LARGE_ROWS * _blocks_of_a_cta(problem, LARGE_ROWS)
+
+
+def _blocks_of_a_cta(problem: Problem, rows: int) -> float:
+    """Blocks of 128 keys that the busiest CTA visits, with tiles of so many query rows."""
+    p, band = problem, problem.semantics.band
+    slots = max(p.num_sequences, 1)
+    q_len, kv_len = ceil_div(p.q_len * p.batch, slots), ceil_div(p.kv_len * p.batch, slots)
+    window = band.window(band.shift(q_len, kv_len), q_len, kv_len)
+    tiles = [kv_blocks(window, row, rows, SPLIT_BLOCK) for row in range(0, q_len, rows)]
+    visited = [max(blocks.end - blocks.start, 1) for blocks in tiles]
+    heads, most = slots * p.num_q_heads, max(visited)
+    if min(visited) == most:
+        return float(ceil_div(len(visited) * heads, RESIDENT_CTAS) * most)
+    return max(sum(visited) * heads / RESIDENT_CTAS, most)
+
+
 def _is_empty(problem: Problem) -> bool:
     return 0 in (problem.batch, problem.num_sequences, problem.q_len, problem.kv_len)
 
@@ -284,6 +322,8 @@ def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
                 keys.append(replace(split, is_few=True))
             if kv_splits(problem) > 1:
                 keys.append(split)
+            if not has_soft_cap and small_tiles_pay(problem):
+                keys.append(replace(key, is_small=True))
         keys.append(key)
     return keys
 

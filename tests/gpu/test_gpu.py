@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import BY_NAME, CASES
-from helpers.harness import computed, data, in_new_process, on_device, run, wanted
+from helpers.harness import (
+    computed,
+    data,
+    in_new_process,
+    leave_out_small_tiles,
+    on_device,
+    run,
+    wanted,
+)
 from helpers.oracle import Results, assert_close
 
 import jax_fa
@@ -39,6 +47,17 @@ def test_case_keeps_the_tolerance_rule_or_is_refused(case, dtype):
         return
     with pytest.raises(NotImplementedError, match="does not serve this problem"):
         computed(case, dtype, "cuda")
+
+
+@each_dtype
+@each_case
+def test_case_keeps_the_tolerance_rule_on_large_tiles(case, dtype, monkeypatch):
+    """The cases are short; where there are kernels with small tiles, these run them otherwise."""
+    problem = Problem.of(data(case, dtype).operands, case.semantics)
+    if "_small" not in choose(problem, bindings.target("cuda"), None).kernel:
+        pytest.skip("runs on no small tiles")
+    leave_out_small_tiles(monkeypatch)
+    assert_close(run(case, data(case, dtype), "cuda"), wanted(case, dtype), dtype)
 
 
 def test_all_head_sizes_of_the_cases_are_served():

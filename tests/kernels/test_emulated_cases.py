@@ -3,15 +3,16 @@
 A kernel that several architectures share runs once, and so does one that is one text for several
 targets; the launches of the others are compared with its own (``texts.py``). One that differs from
 another in conversions, or in the order of its instructions only, runs one case in three; those of
-float16, of another family and of both run different thirds. EVERY_CASE=1 in the environment runs
-all.
+float16, of another family and of both run different thirds. The cases are short: where there are
+kernels with small tiles, those with large ones run one in three, too, forward only. EVERY_CASE=1 in
+the environment runs all.
 """
 
 import os
 
 import pytest
 from helpers.cases import CASES
-from helpers.harness import attend, data, run, wanted
+from helpers.harness import attend, data, leave_out_small_tiles, run, wanted
 from helpers.oracle import Results, assert_close
 from helpers.texts import (
     SAME_SOURCE,
@@ -55,15 +56,26 @@ PLACES = [
 ]
 
 
+def chosen_for(run):
+    arch, dtype, case = run
+    return find(Problem.of(data(case, dtype).operands, case.semantics), arch)
+
+
 def order(run):
     """Runs of one kernel come together, in all architectures, so that it is decoded once."""
     arch, dtype, case = run
-    chosen = find(Problem.of(data(case, dtype).operands, case.semantics), arch)
+    chosen = chosen_for(run)
     kernel = "" if chosen is None else chosen.name.replace(arch.name, "")
     return dtype, kernel, CASES.index(case), arch.name
 
 
 RUNS = sorted(((*place, case) for place in PLACES for case in CASES), key=order)
+SHORT = [run for run in RUNS if chosen_for(run) and chosen_for(run).key.is_small]
+
+
+def each_of(runs):
+    ids = [f"{case}-{arch.name}-{dtype}" for arch, dtype, case in runs]
+    return pytest.mark.parametrize(("arch", "dtype", "case"), runs, ids=ids)
 
 
 def is_served(case, arch, operation):
@@ -92,11 +104,17 @@ def is_run_elsewhere(kernel, arch):
     return other != arch.name and all(is_complete(other, x, kernel.key.dtype) for x in needed)
 
 
-@pytest.mark.parametrize(
-    ("arch", "dtype", "case"),
-    RUNS,
-    ids=[f"{case}-{arch.name}-{dtype}" for arch, dtype, case in RUNS],
-)
+@each_of(SHORT[::RESEMBLING])
+def test_case_keeps_the_tolerance_rule_on_large_tiles(arch, dtype, case, monkeypatch):
+    leave_out_small_tiles(monkeypatch)
+    given = data(case, dtype)
+    kernel = find(Problem.of(given.operands, case.semantics), arch, "fwd", bindings.compiled())
+    assert not kernel.key.is_small
+    out, lse = attend(case, given, Emulation(arch.name, seed=CASES.index(case)))
+    assert_close(Results(out, lse), wanted(case, dtype), dtype)
+
+
+@each_of(RUNS)
 def test_case_keeps_the_tolerance_rule_or_is_refused(arch, dtype, case):
     """Each case has a schedule of its own; NaN in the results would be memory left unwritten."""
     emulation = Emulation(arch.name, seed=CASES.index(case))

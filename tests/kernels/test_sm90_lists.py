@@ -4,6 +4,7 @@ Not among them: a missing barrier of the lanes of a warp, which the emulator run
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 from helpers.cases import Case, Dense, make
@@ -43,6 +44,11 @@ SCHEDULES = tuple(
 )
 
 
+CAUSAL = replace(KEY, mask="causal", is_small=True)
+"""Find only takes tiles from their order, and output is stored while the next tile is computed."""
+TILES = Case("tiles", q_len=900, kv_len=300, heads=4, kv_heads=2, is_causal=True)
+
+
 def find_fault(built, case=CASE):
     """Runs a kernel under several schedules until one finds its fault, and raises that."""
     operands = make(case, KEY.dtype).operands
@@ -56,6 +62,7 @@ def test_the_kernel_without_faults_passes(tmp_path):
     built = prebuilt(tmp_path, "sm90.fwd", KEY, choose_forward(KEY))
     for case in (CASE, LONG, WINDOW):
         find_fault(built, case)
+    find_fault(prebuilt(tmp_path, "sm90.fwd", CAUSAL, choose_forward(CAUSAL)), TILES)
 
 
 def nobody_waits_for_a_list(lists):
@@ -170,6 +177,21 @@ def a_step_is_told_after_its_loads(steps):
     return {"tell": wrong_tell, "load_v": wrong_load}
 
 
+def queries_are_given_back_while_their_output_is_read(roles):
+    """Nobody waits until TMA has read what it stores."""
+    return {"release_q": lambda c, q_full: q_full.release()}
+
+
+def queries_are_given_back_a_tile_early(roles):
+    """Those of the tile whose output is to be written over them."""
+    return {"release_stored": lambda c, stored, q_full: q_full.release()}
+
+
+def no_queries_are_given_back(roles):
+    """Load waits for ever."""
+    return {"release_stored": lambda c, stored, q_full: None}
+
+
 FAULTS = (
     (nobody_waits_for_a_list, UninitializedReadError),
     (nobody_gives_a_list_back, DeadlockError),
@@ -180,6 +202,19 @@ FAULTS = (
     (find_tells_of_another_head_of_keys, AssertionError),
     (a_block_less_is_counted, AssertionError),
 )
+CAUSAL_FAULTS = (
+    (nobody_waits_for_a_list, UninitializedReadError),
+    (nobody_gives_a_list_back, DeadlockError),
+    (find_does_not_wait_until_a_list_is_read, (AssertionError, EmulationError)),
+    (turns_of_the_ring_are_taken_for_each_other, UninitializedReadError),
+    (find_tells_of_another_head_of_keys, AssertionError),
+    (a_block_less_is_counted, (AssertionError, DeadlockError)),
+)
+STORE_FAULTS = (
+    (queries_are_given_back_while_their_output_is_read, (AssertionError, EmulationError)),
+    (queries_are_given_back_a_tile_early, (AssertionError, EmulationError)),
+    (no_queries_are_given_back, DeadlockError),
+)
 STEP_FAULTS = (
     (no_step_is_told, UninitializedReadError),
     (no_step_is_told_to_hide_pairs, AssertionError),
@@ -189,21 +224,40 @@ STEP_FAULTS = (
 )
 
 
-@pytest.mark.parametrize(("fault", "error"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
+def each_of(faults):
+    names = [fault.__name__ for fault, _ in faults]
+    return pytest.mark.parametrize(("fault", "error"), faults, ids=names)
+
+
+@each_of(FAULTS)
 def test_a_fault_is_found(tmp_path, monkeypatch, fault, error):
     from jax_fa.kernels.sm90 import fwd_lists
 
     find_in_faulty(tmp_path, monkeypatch, fault, fwd_lists, error)
 
 
-@pytest.mark.parametrize(("fault", "error"), STEP_FAULTS, ids=lambda x: getattr(x, "__name__", ""))
+@each_of(STEP_FAULTS)
 def test_a_fault_of_steps_is_found(tmp_path, monkeypatch, fault, error):
     from jax_fa.kernels.sm90 import fwd_steps
 
     find_in_faulty(tmp_path, monkeypatch, fault, fwd_steps, error)
 
 
-def find_in_faulty(tmp_path, monkeypatch, fault, home, error, case=CASE):
+@each_of(CAUSAL_FAULTS)
+def test_a_fault_is_found_where_find_only_takes_tiles(tmp_path, monkeypatch, fault, error):
+    from jax_fa.kernels.sm90 import fwd_lists
+
+    find_in_faulty(tmp_path, monkeypatch, fault, fwd_lists, error, TILES, CAUSAL)
+
+
+@each_of(STORE_FAULTS)
+def test_a_fault_of_stores_is_found(tmp_path, monkeypatch, fault, error):
+    from jax_fa.kernels.sm90 import fwd_roles
+
+    find_in_faulty(tmp_path, monkeypatch, fault, fwd_roles, error, TILES, CAUSAL)
+
+
+def find_in_faulty(tmp_path, monkeypatch, fault, home, error, case=CASE, key=KEY):
     """Compiles the kernel with what ``fault`` replaces in ``home`` and in those that import it."""
     from jax_fa.kernels.sm90 import fwd, fwd_roles
 
@@ -215,7 +269,7 @@ def find_in_faulty(tmp_path, monkeypatch, fault, home, error, case=CASE):
         for module in (home, fwd_roles, fwd):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, wrong)
-    built = build(tmp_path, "sm90.fwd", KEY, choose_forward(KEY), fault.__name__)
+    built = build(tmp_path, "sm90.fwd", key, choose_forward(key), fault.__name__)
     with pytest.raises(error):
         find_fault(built, case)
 

@@ -140,6 +140,12 @@ def test_slots_of_told_steps_are_a_power_of_two():
     assert all(count & (count - 1) == 0 for count in slots), sorted(set(slots))
 
 
+def test_a_list_holds_the_work_of_a_tile_but_its_validity_and_place():
+    from jax_fa.kernels import forward_work, kept
+
+    assert kept.num_words(forward_work.Work) - 2 == plan.WORK_WORDS
+
+
 def test_what_is_kept_is_read_back():
     from jax_fa.kernels import kept, tiles
 

@@ -43,11 +43,6 @@ class BackwardVariant(NamedTuple):
         return self.key.mask == "general"
 
     @property
-    def may_cap(self) -> bool:
-        """Whether there may be a soft cap, whose slope is a factor of dS."""
-        return self.key.has_soft_cap or self.key.has_bias
-
-    @property
     def dq_order(self) -> str:
         """Order of the sums of dQ (``backward_rows``): by what one instruction adds."""
         return "fragments" if self.config.adds_four else "words"

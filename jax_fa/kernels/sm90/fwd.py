@@ -1,6 +1,6 @@
 """Hopper forward: out = softmax(mask(scale q k^T)) v, and its log-sum-exp, in one pass over keys.
 
-    find (3 warps)  the work of the tiles to come, where the mask is general
+    find (3 warps)  the work of the tiles to come, unless nothing is masked
     load_bias       bias(n-1) | bias(n-2) | ..., where there is one: fwd_bias_roles.py
     load (1 warp)   q  k(n-1) | k(n-2) v(n-1) | k(n-3) v(n-2) | ... | q' k'(m-1) v(0) | k'(m-2) ...
     consume i          S(n-1) | S(n-2) PV(n-1) softmax(n-2) | ... | S'(m-1) PV(0) softmax'(m-1) ...
@@ -22,21 +22,11 @@ from cutlass import Int16, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import dense_mask, edges, primitives, segments, tiles
-from jax_fa.kernels.forward_host import (
-    ForwardCall,
-    forward_arrays,
-    forward_entry,
-    forward_order,
-)
+from jax_fa.kernels.forward_host import ForwardCall, forward_arrays, forward_entry, forward_order
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys
 from jax_fa.kernels.sm90.fwd_lists import find
 from jax_fa.kernels.sm90.fwd_roles import consume, load
-from jax_fa.kernels.sm90.fwd_work import (
-    ForwardContext,
-    ForwardPipes,
-    ForwardSmem,
-    make_layouts,
-)
+from jax_fa.kernels.sm90.fwd_work import ForwardContext, ForwardPipes, ForwardSmem, make_layouts
 from jax_fa.kernels.sm90.plan import TOLD_WORDS, forward_plan, num_lists, step_slots
 from jax_fa.spec.config_sm90 import HopperForward
 from jax_fa.spec.key import KernelKey

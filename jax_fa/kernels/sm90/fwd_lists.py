@@ -1,9 +1,9 @@
-"""The role find of the Hopper forward with a general mask: lists the work of the tiles to come.
+"""The role find of the Hopper forward: lists the work of the tiles to come.
 
-The warps that start no loads determine ahead of time which sequence a tile belongs to, which keys
-its rows see, and which blocks a dense mask shows them. Each tile has a stage of a ring for that
-list, followed by its ``Work``, which other roles thus need neither compute nor keep in registers.
-Variants without a general mask have little to find out: there every role does so by itself.
+The warps that start no loads determine ahead of time which tile comes next, to which sequence it
+belongs, which keys its rows see, and which blocks a dense mask shows them. Each tile has a stage of
+a ring for that list, followed by its ``Work``, which other roles thus need neither compute nor keep
+in registers. Where ``plan.finds_ahead`` says that little is to be found, every role does so itself.
 """
 
 from itertools import islice
@@ -56,11 +56,12 @@ def make_list(variant: cutlass.Constexpr, x: ForwardContext, tile: tiles.Tile) -
     finders = variant.plan.role("find")
     is_first = cute.arch.thread_idx()[0] // edges.WARP == finders.warps.start
     if tile.is_valid:
-        if dense_mask.is_present(x.scalars.mask):
-            span = span_of(variant, x, tile)
-            blocks = seen_from(variant, x, span).blocks
-            list_blocks(variant, x, tile, span, blocks, finders.warps)
-            primitives.meet(variant, "made")
+        if const_expr(variant.is_general):
+            if dense_mask.is_present(x.scalars.mask):
+                span = span_of(variant, x, tile)
+                blocks = seen_from(variant, x, span).blocks
+                list_blocks(variant, x, tile, span, blocks, finders.warps)
+                primitives.meet(variant, "made")
         if is_first:
             work = work_on(variant, x, tile)
             # A 1, which says that there is a tile, and what ``begin`` reads.
@@ -118,6 +119,7 @@ def begin(variant: Variant, x: ForwardContext, tile: tiles.Tile) -> Work:
     def take(kind: type[Any], *known: Any) -> Any:
         return kind(*known, *islice(words, len(kind._fields) - len(known)))
 
+    # For find, a slot is a place in the order of tiles; here it is the number of the list.
     tile = take(tiles.Tile, tile.is_valid, tile.slot)
     return take(Work, tile, take(tiles.Span), take(Window), take(Blocks))
 

@@ -40,6 +40,10 @@ from jax_fa.kernels.sm90.fwd_work import (
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.unmasked import hides_pairs
 
+HELD_BY = 4
+"""The probability of a thread's first row behind which PV of the block before is waited for. H200,
+D = 64, causal, 16 x 1024 tokens: 133 us; wherever ptxas puts the wait 140; behind all 144."""
+
 
 class LoadedBlocks(NamedTuple):
     """The state of the role load after it has loaded some blocks of keys and values."""
@@ -110,27 +114,17 @@ def load_middle(
 @cute.jit
 def load_q(variant: cutlass.Constexpr, x: ForwardContext, work: Work, slot: Any) -> None:
     """Loads the query tile, 64 rows at a time."""
-    if const_expr(variant.config.packs_heads):
-        if x.packing.heads == 1:
-            load_q_of_head(variant, x, work, slot)
-        else:
-            consumers = variant.config.num_consumers
-            for i in cutlass.range_constexpr(consumers):
-                stage = slot.index * consumers + i
-                load_granules(variant, x, work, i * WGMMA_ROWS, stage, slot.barrier)
-    else:
-        load_q_of_head(variant, x, work, slot)
-
-
-@cute.jit
-def load_q_of_head(variant: cutlass.Constexpr, x: ForwardContext, work: Work, slot: Any) -> None:
-    """Loads the query tile of a single head."""
     consumers = variant.config.num_consumers
     first = work.span.own_start + work.span.first_row
     rows = loads.Rows(first, work.tile.head, work.tile.batch)
     for i in cutlass.range_constexpr(consumers):
         stage = slot.index * consumers + i
-        loads.load(loads.operand(x, "q", stage), rows, i, slot)
+        if const_expr(not variant.config.packs_heads):
+            loads.load(loads.operand(x, "q", stage), rows, i, slot)
+        elif x.packing.heads == 1:
+            loads.load(loads.operand(x, "q", stage), rows, i, slot)
+        else:
+            load_granules(variant, x, work, i * WGMMA_ROWS, stage, slot.barrier)
 
 
 def load_k(x: ForwardContext, work: Work, block: Int32, slot: Any) -> None:
@@ -141,12 +135,7 @@ def load_k(x: ForwardContext, work: Work, block: Int32, slot: Any) -> None:
 
 @cute.jit
 def load_v(
-    variant: cutlass.Constexpr,
-    x: ForwardContext,
-    work: Work,
-    block: Int32,
-    slot: Any,
-    phase: Int32,
+    variant: cutlass.Constexpr, x: ForwardContext, work: Work, block: Int32, slot: Any, phase: Int32
 ) -> Int32:
     """Loads a block of values, zeros after the sequence's end; returns the detour's phase."""
     rows = loads.Rows(work.span.swept_start, work.tile.kv_head, work.tile.batch)
@@ -285,6 +274,8 @@ def step(
     k_full.release()
     add_bias(variant, x, c, work, at.block, scores, k_full.count, form)
     shrink = to_probabilities(variant, x, c, work, at.block, hides, scores)
+    if const_expr(variant.config.is_persistent):  # D = 256, causal, 2 x 8192: 1761 us without, 1810
+        primitives.hold_until(fragments.by_row(scores)[0, HELD_BY], x.smem.zero_fill)
     warpgroup.wait_group(0)
     v_full.release()
     # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
@@ -373,6 +364,7 @@ def add_bias(
 def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> None:
     """Computes both products and the softmax of 64 query rows. One warpgroup of several."""
     config = variant.config
+    stores_late = config.q_stages > 3
     tile = next_tile(variant, x, Int32(0))
     if tile.is_valid:
         c = make_consumer(variant, x)
@@ -392,6 +384,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         primitives.narrow(scores, c.p)
         c.out.fill(0.0)
         if const_expr(config.is_persistent):
+            stored = q_full  # of the tile before, whose output TMA may still read
             tile = next_tile(variant, x, work.tile.slot + 1)
             while tile.is_valid:
                 # Begun early: at the border, between two products, the latency would not be hidden.
@@ -407,14 +400,18 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 k_full.release()
                 finished = fragment_softmax.copy(c.state)
                 first_probabilities(variant, x, c, work, scores, k_full.count)
+                primitives.hold_until(fragments.by_row(scores)[0, HELD_BY], x.smem.zero_fill)
                 warpgroup.wait_group(0)
                 v_full.release()
                 primitives.narrow(scores, c.p)
+                if const_expr(stores_late):
+                    release_stored(c, stored, q_full)
                 store(variant, x, c, before, before_index, finished)
                 release(variant, x, before)
                 c.out.fill(0.0)
-                release_q(c, q_full)
-                q_full = q_next
+                if const_expr(not stores_late):
+                    release_q(c, q_full)
+                stored, q_full = q_full, q_next
                 tile = next_tile(variant, x, work.tile.slot + 1)
         k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
         v_full = v.wait_and_advance()
@@ -423,12 +420,21 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         pingpong_arrive(variant, c)
         warpgroup.wait_group(0)
         v_full.release()
+        if const_expr(stores_late):
+            release_stored(c, stored, q_full)
         store(variant, x, c, work, q_index, c.state)
         release(variant, x, work)
         release_q(c, q_full)
         # The last consumer has arrived once more for the first; this wait completes that phase.
         if c.index == 0:
             primitives.meet(variant, "pingpong0", c.index)
+
+
+@cute.jit
+def release_stored(c: ForwardConsumer, stored: Any, q_full: Any) -> None:
+    """Releases the query tile before that of ``q_full``, if there is one."""
+    if q_full.count > 0:
+        release_q(c, stored)
 
 
 @cute.jit
@@ -450,7 +456,8 @@ def store(
 ) -> None:
     """Normalises the accumulator and writes 64 rows of out and of lse.
 
-    ``q_index`` is the stage of the consumer's queries, over which out is staged.
+    Out is staged over the queries, in stage ``q_index``, and written by TMA, unless a packed
+    sequence ends in these rows.
     """
     c, work = thread_anew(variant, c), anew(variant, x, work)
     rows = rows_of_thread(variant, x, c, work)
@@ -458,30 +465,17 @@ def store(
     if const_expr(variant.is_split):
         store_part(x, c, work, rows, batch_of_part(variant, x, work))
     else:
-        store_rounded(variant, x, c, work, q_index, rows)
-
-
-@cute.jit
-def store_rounded(
-    variant: cutlass.Constexpr,
-    x: ForwardContext,
-    c: ForwardConsumer,
-    work: Work,
-    q_index: Int32,
-    rows: list[tiles.RowAt],
-) -> None:
-    """Rounds ``c.out`` and writes it, by TMA unless a packed sequence ends in the 64 rows."""
-    rounded = cute.make_rmem_tensor_like(c.out, variant.dtype)
-    primitives.narrow(c.out, rounded)
-    is_cut = False
-    if const_expr(variant.is_general):
-        end_of_rows = work.span.first_row + (c.index + 1) * WGMMA_ROWS
-        is_packed = tiles.is_present(x.scalars.sequences.cu_seqlens.own)
-        is_cut = is_packed & (end_of_rows > work.span.own_slot)
-    if is_cut:
-        store_rows(x, c, work, rows, rounded)
-    else:
-        store_tile(variant, x, c, work, q_index, rounded)
+        rounded = cute.make_rmem_tensor_like(c.out, variant.dtype)
+        primitives.narrow(c.out, rounded)
+        is_cut = False
+        if const_expr(variant.is_general):
+            end_of_rows = work.span.first_row + (c.index + 1) * WGMMA_ROWS
+            is_packed = tiles.is_present(x.scalars.sequences.cu_seqlens.own)
+            is_cut = is_packed & (end_of_rows > work.span.own_slot)
+        if is_cut:
+            store_rows(x, c, work, rows, rounded)
+        else:
+            store_tile(variant, x, c, work, q_index, rounded)
 
 
 @cute.jit
