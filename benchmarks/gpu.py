@@ -195,6 +195,7 @@ def _selected(args: argparse.Namespace) -> list[Workload]:
         *workloads.GPU_GROUPED,
         *workloads.GPU_WINDOWED,
         *workloads.GPU_PACKED,
+        *workloads.GPU_SHORT,
         *workloads.GPU_DECODE,
         *workloads.GPU_DETERMINISTIC,
     )

@@ -131,6 +131,13 @@ GPU_PACKED = tuple(
 )
 """Documents in one sequence: work should be in proportion to the visible pairs."""
 
+GPU_SHORT = tuple(
+    Workload(f"short_{mask}_{length}", 64, length, length, 16, 16, 64, is_causal=mask == "causal")
+    for mask in ("full", "causal")
+    for length in (128, 256, 512)
+)
+"""Large batches of short sequences: tiles have a few steps, so that their ends count."""
+
 GPU_DECODE = tuple(
     Workload(f"decode_b{batch}_{kv_len}", batch, 1, kv_len, 32, 8, 128, is_causal=False)
     for batch, lengths in (
