@@ -70,7 +70,8 @@ def order(run):
 
 
 RUNS = sorted(((*place, case) for place in PLACES for case in CASES), key=order)
-SHORT = [run for run in RUNS if chosen_for(run) and chosen_for(run).key.is_small]
+SERVED = [run for run in RUNS if run[2].name not in UNSERVED]
+SHORT = [run for run in SERVED if chosen_for(run) and chosen_for(run).key.is_small]
 
 
 def each_of(runs):

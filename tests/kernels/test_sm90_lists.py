@@ -62,6 +62,9 @@ def test_the_kernel_without_faults_passes(tmp_path):
     built = prebuilt(tmp_path, "sm90.fwd", KEY, choose_forward(KEY))
     for case in (CASE, LONG, WINDOW):
         find_fault(built, case)
+
+
+def test_the_causal_kernel_without_faults_passes(tmp_path):
     find_fault(prebuilt(tmp_path, "sm90.fwd", CAUSAL, choose_forward(CAUSAL)), TILES)
 
 
