@@ -246,6 +246,9 @@ def num_parts(problem: Problem, key: KernelKey) -> int:
     return kv_splits(problem) if key.is_split else 1
 
 
+HEADS_OF_SMALL = frozenset(heads for arch in ARCHS for heads in arch.kernels("fwd").small)
+"""(D, Dv) of which some family has forward kernels with small tiles."""
+
 LARGE_ROWS, SMALL_ROWS = 192, 128
 """Query rows of the tiles of kernels that have small ones as well, and of these."""
 
@@ -322,7 +325,7 @@ def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
                 keys.append(replace(split, is_few=True))
             if kv_splits(problem) > 1:
                 keys.append(split)
-            if not has_soft_cap and small_tiles_pay(problem):
+            if heads in HEADS_OF_SMALL and not has_soft_cap and small_tiles_pay(problem):
                 keys.append(replace(key, is_small=True))
         keys.append(key)
     return keys

@@ -71,7 +71,7 @@ def order(run):
 
 RUNS = sorted(((*place, case) for place in PLACES for case in CASES), key=order)
 SERVED = [run for run in RUNS if run[2].name not in UNSERVED]
-SHORT = [run for run in SERVED if chosen_for(run) and chosen_for(run).key.is_small]
+SHORT = [run for run in SERVED if (chosen := chosen_for(run)) and chosen.key.is_small]
 
 
 def each_of(runs):
