@@ -453,6 +453,32 @@ def test_the_softmax_loop_in_machine_code_has_the_tile_of_the_configuration(comp
     assert main.counts["wgmma"] == keys // 16 + 64 // 16
 
 
+def powers_before_waits(code):
+    """For each loop with products and powers: how many powers lie before its last such wait."""
+    for loop in machine_code.loops(code):
+        found = [code.instructions[at] for at in sorted(loop.own)]
+        counts = machine_code.count(found)
+        if not (counts["wgmma"] and counts["exp2"]):
+            continue
+        powers = [at for at, one in enumerate(found) if one.opcode.startswith("MUFU.EX2")]
+        waits = [at for at, one in enumerate(found) if "DEPBAR" in one.opcode and at < powers[-1]]
+        yield sum(at < waits[-1] for at in powers)
+
+
+@needs_dsl
+@needs_nvdisasm
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_hopper_backward_waits_for_dp_behind_powers(head_dim, tmp_path):
+    """Left alone, ptxas waits ahead of nearly all of them (``primitives.hold_until``)."""
+    name = f"bwd_sm90_bf16_d{head_dim}_causal"
+    assert compiler.main(["--output", str(tmp_path), "--variants", name]) == 0
+    held_by = compiler.choose_config(BY_NAME[name]).held_by
+    codes = machine_code.disassemble(tmp_path / f"{name}.o", machine_code.find_nvdisasm())
+    behind = [number for code in codes for number in powers_before_waits(code)]
+    assert len(behind) >= 2  # A loop each of deterministic runs and of others.
+    assert min(behind) >= held_by > 0
+
+
 # ----------------------------------------------------------------------------- two builds compared
 
 

@@ -137,15 +137,15 @@ def opaque(value: Int32) -> Int32:
     )
 
 
-def hold_until(value: Float32, where: cute.Pointer) -> None:
-    """Keeps waits that follow behind the computation of ``value``, which is not negative.
+def hold_until(bits: Int32, where: cute.Pointer) -> None:
+    """Keeps waits that follow behind the computation of ``bits``, one of which is 0.
 
     ptxas moves a wait for products ahead of all that does not depend on it, but not ahead of a
-    store: this one, to shared memory, never happens.
+    store: this one, to shared memory, never happens. (It knows powers as not negative.)
     """
     cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.lt.f32 p, {$r0}, 0f00000000; @p st.shared.f32 [{$r1}], {$r0}; }",
-        read_only_args=[value, where],
+        "{ .reg .pred p; setp.eq.s32 p, {$r0}, -1; @p st.shared.b32 [{$r1}], {$r0}; }",
+        read_only_args=[bits, where],
     )
 
 

@@ -227,6 +227,11 @@ class MmaSyncBackward:
         return self.warp_rows * self.warps // self.sharing
 
     @property
+    def column_shares(self) -> int:
+        """Warps that share the columns of dK and dV of the same keys."""
+        return 2 if self.splits_columns else 1
+
+    @property
     def sharing(self) -> int:
         """Warps that own the same keys."""
         return 2 if self.splits_columns or self.splits_results else 1

@@ -32,6 +32,9 @@ class HopperBackward:
             for each other; else after dQ, to run while dQ is reduced.
         rounds_slope: whether P times the slope of a cap is rounded before dS is computed from it;
             else it stays in float32, in the registers of S.
+        held_by: how many of a thread's powers are computed before it waits for dP, which they are
+            meant to run beside; 0: ptxas decides, and mostly waits first.
+        rounds_p_early: whether P is rounded before dP is waited for; else once dS is stored.
         loads_statistics: whether a thread loads lse2 and delta of its queries before it waits for S
             and dP.
         is_lean: whether dK and dV leave room for one more accumulator at a time. S, dP and dQ then
@@ -56,6 +59,8 @@ class HopperBackward:
     stages_dq: Literal["never", "turns", "always"] = "never"
     issues_dv_early: bool = False
     rounds_slope: bool = False
+    held_by: int = 0
+    rounds_p_early: bool = False
     loads_statistics: bool = False
     is_lean: bool = False
     bias_stages: int = 0
@@ -95,12 +100,15 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
         # 526 and 507 (dV after dQ -4 %; with dQ staged -1 %; with statistics loaded early, which
         # spills, -10 %). With a bias, 128 rows spill 200 bytes, without overlap 56.
         block_q = 64 if key.has_bias else 128
+        held_by = _held_by(key)
         return HopperBackward(
             block_q,
             overlaps_dp=not key.has_soft_cap,
             stages_dq="turns",
             issues_dv_early=True,
             rounds_slope=key.has_soft_cap,
+            held_by=held_by,
+            rounds_p_early=held_by > 0,
             bias_stages=_bias_stages(key),
         )
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
@@ -117,6 +125,7 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
     stages_dq = splits_keys and (bias_stages > 0 or not is_tight)
     # With a bias and a slope in float32, D = 128 spills 72 bytes; with dS kept in the ring, 16.
     rounds_slope = key.has_soft_cap or is_tight
+    held_by = _held_by(key)
     return HopperBackward(
         block_q=64,
         splits_keys=splits_keys,
@@ -125,6 +134,8 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
         stages_dq="always" if stages_dq else "never",
         issues_dv_early=key.head_dim == 128 and stages_dq,
         rounds_slope=rounds_slope,
+        held_by=held_by,
+        rounds_p_early=held_by > 0 and key.head_dim == 128,
         # With a bias, D = 128 spills 24 bytes if they are loaded early.
         loads_statistics=key.head_dim in (96, 192) or not key.has_bias,
         bias_stages=bias_stages,
@@ -132,6 +143,19 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
         # D = 64, 96 and 192 are up to 8 % slower with it, but for masks given as arrays.
         tells_steps=key.mask == "general" and key.head_dim in (128, 256) and not key.has_bias,
     )
+
+
+def _held_by(key: KernelKey) -> int:
+    """``HopperBackward.held_by`` for ``key``.
+
+    Of 64 powers at D = 64, else of 32. Forward and backward on an H200, share of the time without,
+    2 x 8192 full and 1 x 16384 causal: D = 64 0.96 and 0.96 (16: 0.97, 0.97; 32: 0.98, 0.97; 48
+    spills), D = 96 0.97 and 1.00 (16: 0.97, 1.02), D = 128 0.99 and 0.98 (12: 1.01, 0.98; 20
+    spills). P rounded late: D = 64 (32) 1.00 and 0.98, D = 128 1.00 and 0.98, better at D = 96.
+    """
+    if key.has_soft_cap or key.has_bias:  # Not measured.
+        return 0
+    return {64: 24, 96: 24, 128: 16}.get(key.head_dim, 0)
 
 
 def _bias_stages(key: KernelKey) -> int:

@@ -53,7 +53,7 @@ def multiply_columns(
         accs[i].fill(0.0)
     num_queries = cute.size(accs[0]) // 4 * products.COLUMNS
     for k in cutlass.range_constexpr(0, keys.columns, products.DEPTH):
-        a = fetch_keys(keys, keys.beside(own, k), len(accs))
+        a = fetch_rows(keys, keys.beside(own, k), len(accs))
         beside = queries.beside(rows, k)
         for n in cutlass.range_constexpr(0, num_queries, 2 * products.COLUMNS):
             b = products.fetch(beside + n * queries.width)
@@ -61,7 +61,7 @@ def multiply_columns(
                 products.multiply(accs[i], n // products.COLUMNS, a[i], b, variant.dtype)
 
 
-def fetch_keys(tile: Any, place: Int32, number: int) -> list[products.Four]:
+def fetch_rows(tile: Any, place: Int32, number: int) -> list[products.Four]:
     """Fetches ``number`` times 16 rows of a tile, from ``place`` on, as A operands."""
     return [products.fetch(place + i * (WARP_ROWS * tile.width)) for i in range(number)]
 
@@ -125,7 +125,7 @@ def fetch_other(variant: BackwardVariant, left: Int32, c: Keys) -> list[list[pro
     left = left + c.first_key * tile.width + products.by_rows(tile, c.thread)
     left = tile.beside(left, c.other_query(variant))
     steps = range(0, variant.config.block_q // 2, products.DEPTH)
-    return [fetch_keys(tile, tile.beside(left, k), variant.config.row_tiles) for k in steps]
+    return [fetch_rows(tile, tile.beside(left, k), variant.config.row_tiles) for k in steps]
 
 
 def multiply_dq(

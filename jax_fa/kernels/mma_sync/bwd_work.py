@@ -62,17 +62,17 @@ class BackwardVariant(NamedTuple):
     @property
     def dk_columns(self) -> int:
         """Columns of dK that a warp computes."""
-        return self.key.head_dim // (2 if self.config.splits_columns else 1)
+        return self.key.head_dim // self.config.column_shares
 
     @property
     def dv_columns(self) -> int:
         """Columns of dV that a warp computes."""
-        return self.key.value_dim // (2 if self.config.splits_columns else 1)
+        return self.key.value_dim // self.config.column_shares
 
     @property
     def own_queries(self) -> int:
         """Queries of a part of a block whose scores a warp computes at a time."""
-        return self.config.block_q // self.config.parts // (2 if self.config.splits_columns else 1)
+        return self.config.block_q // self.config.parts // self.config.column_shares
 
 
 class DqShare(NamedTuple):

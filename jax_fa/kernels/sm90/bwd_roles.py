@@ -290,13 +290,16 @@ def step(
         if const_expr(variant.rounds_late):
             primitives.narrow(c.s, p)
         cute.copy(c.store, c.store.retile(p), c.p_target[None, None, None, parity])
+    if const_expr(variant.config.held_by > 0):
+        hold_dp_back(variant, x, c, p)
     warpgroup.wait_group(0)
     differentiate(delta, slope, dp)
     bwd_dbias.store(variant, x, c, work, at, dp)
     primitives.narrow(dp, ds)
     cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, parity])
     if const_expr(variant.config.splits_keys and variant.rounds_late):
-        primitives.narrow(c.s, p)
+        if const_expr(not variant.config.rounds_p_early):
+            primitives.narrow(c.s, p)
     early_dv = variant.config.issues_dv_early and not deterministic
     if const_expr(early_dv):
         dout_rows = c.dout_rows[None, None, None, dout_full.index]
@@ -443,6 +446,23 @@ def to_powers(
             fragment_bias_columns.to_slopes(variant, x, c, p, slope)
     else:
         fragment_bias_columns.exponentiate_exactly(variant, x, c, lse2, p)
+
+
+@cute.jit
+def hold_dp_back(
+    variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, p: cute.Tensor
+):
+    """Keeps the wait for dP behind the first ``held_by`` powers, and rounds P if that is early."""
+    words = cute.recast_tensor(c.s, Int32)
+    number = variant.config.held_by
+    if const_expr(variant.config.rounds_p_early):
+        primitives.narrow(c.s, p)
+        words = cute.recast_tensor(p, Int32)
+        number = variant.config.held_by // 2
+    bits = words[0]
+    for i in cutlass.range_constexpr(1, number):
+        bits = bits | words[i]
+    primitives.hold_until(bits, x.smem.lse2.iterator)
 
 
 def statistic(variant: BackwardVariant, c: BackwardConsumer, stats: cute.Tensor) -> cute.Tensor:

@@ -40,8 +40,8 @@ from jax_fa.kernels.sm90.fwd_work import (
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.unmasked import hides_pairs
 
-HELD_BY = 4
-"""The probability of a thread's first row behind which PV of the block before is waited for. H200,
+HELD_BY = 8
+"""The register of a probability behind which PV of the block before is waited for. H200,
 D = 64, causal, 16 x 1024 tokens: 133 us; wherever ptxas puts the wait 140; behind all 144."""
 
 
@@ -275,7 +275,7 @@ def step(
     add_bias(variant, x, c, work, at.block, scores, k_full.count, form)
     shrink = to_probabilities(variant, x, c, work, at.block, hides, scores)
     if const_expr(variant.config.is_persistent):  # D = 256, causal, 2 x 8192: 1761 us without, 1810
-        primitives.hold_until(fragments.by_row(scores)[0, HELD_BY], x.smem.zero_fill)
+        primitives.hold_until(cute.recast_tensor(scores, Int32)[HELD_BY], x.smem.zero_fill)
     warpgroup.wait_group(0)
     v_full.release()
     # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
@@ -400,7 +400,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 k_full.release()
                 finished = fragment_softmax.copy(c.state)
                 first_probabilities(variant, x, c, work, scores, k_full.count)
-                primitives.hold_until(fragments.by_row(scores)[0, HELD_BY], x.smem.zero_fill)
+                primitives.hold_until(cute.recast_tensor(scores, Int32)[HELD_BY], x.smem.zero_fill)
                 warpgroup.wait_group(0)
                 v_full.release()
                 primitives.narrow(scores, c.p)

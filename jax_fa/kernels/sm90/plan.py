@@ -1,8 +1,8 @@
 """Hopper forward: roles, edges, shared memory and barriers. Read this first.
 
 One warp loads with TMA; two or three warpgroups each own 64 query rows and compute both products
-and the softmax between them. Keys and values arrive in two rings, newest block first. Unless
-nothing is masked, three more warps determine the work of each tile ahead of time.
+and the softmax between them. Keys and values arrive in two rings, newest block first. For most
+masks (``finds_ahead``), three more warps determine the work of each tile ahead of time.
 """
 
 from __future__ import annotations
