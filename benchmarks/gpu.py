@@ -9,6 +9,7 @@ H200 holds (60 MB): it is not flushed.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -34,13 +35,43 @@ PEERS = (PEER, PALLAS, ANY_ORDER)
 _MATMUL_SIZE = 8192
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "forward+backward")
 
-# (head size, direction) -> (least geometric mean, least single point) of the speed relative to the
-# peer, over lengths from 1024, causal and full.
-_GOALS: dict[tuple[int, Direction], tuple[float, float]] = {
-    (128, "forward"): (1.10, 1.0),
-    (128, "forward+backward"): (1.15, 1.05),
-    (64, "forward"): (1.08, 0.0),
-    (64, "forward+backward"): (1.20, 0.0),
+_FA4_BESIDE_CUDNN = Path(__file__).parent / "results" / "h200_2026_11_22.json"
+_FA4_RATIOS: dict[tuple[str, Direction], float] = {
+    ("gqa_causal_8192", "forward"): 625 / 504,
+    ("gqa_causal_8192", "forward+backward"): 542 / 459,
+    ("gqa_full_8192", "forward"): 643 / 583,
+    ("gqa_full_8192", "forward+backward"): 600 / 509,
+    ("window1k_causal_16384", "forward"): 465 / 371,
+    ("window1k_causal_16384", "forward+backward"): 428 / 335,
+    ("d96_full_8192", "forward"): 588 / 444,
+    ("d96_full_8192", "forward+backward"): 544 / 408,
+    ("d96_full_2048", "forward"): 505 / 415,
+    ("d96_full_2048", "forward+backward"): 488 / 363,
+    ("d96_causal_8192", "forward"): 581 / 377,
+    ("d96_causal_8192", "forward+backward"): 528 / 366,
+    ("d96_causal_2048", "forward"): 417 / 322,
+    ("d96_causal_2048", "forward+backward"): 405 / 280,
+    ("d256_full_8192", "forward"): 710 / 599,
+    ("d256_full_8192", "forward+backward"): 410 / 389,
+    ("d256_full_2048", "forward"): 650 / 557,
+    ("d256_full_2048", "forward+backward"): 375 / 367,
+    ("d256_causal_8192", "forward"): 696 / 516,
+    ("d256_causal_8192", "forward+backward"): 401 / 405,
+    ("d256_causal_2048", "forward"): 541 / 431,
+    ("d256_causal_2048", "forward+backward"): 331 / 307,
+}
+"""FlashAttention-4 (4.0.0b36) over cuDNN, TFLOP/s of one H200 run of 2026-11-22. Its other points
+are in ``_FA4_BESIDE_CUDNN``."""
+_LEADS: dict[Direction, float] = {"forward": 1.02, "forward+backward": 1.03}
+"""How much faster than FlashAttention-4 each point should be, by the speed of both over cuDNN."""
+
+# (head size, direction) -> least geometric mean of the speed relative to the peer, over lengths
+# from 1024, causal and full.
+_GOALS: dict[tuple[int, Direction], float] = {
+    (128, "forward"): 1.25,
+    (128, "forward+backward"): 1.27,
+    (64, "forward"): 1.22,
+    (64, "forward+backward"): 1.34,
 }
 _SHARE_OF_MATMUL_GOAL = 0.88
 _DETERMINISTIC_GOAL = 1.25
@@ -66,7 +97,7 @@ def _runners(
     if workload.is_deterministic:
         any_order = replace(workload, is_deterministic=False)
         made[ANY_ORDER] = implementations.jax_fa_runner(any_order, dtype, direction)
-    elif workload.num_documents == 1:
+    elif workload.num_documents == 1 and workload.value_dim is None:
         made[PEER] = implementations.CUDNN(workload, dtype, direction)
         if workload.window is None:
             try:
@@ -119,7 +150,7 @@ def goals(records: Sequence[Record], matmul: float) -> list[str]:
     """One line per goal whose workloads were measured."""
     groups = [g for g in report.compared(records) if g[SUBJECT].workload in workloads.GPU]
     lines = []
-    for (head_dim, direction), (least_mean, least_point) in _GOALS.items():
+    for (head_dim, direction), least_mean in _GOALS.items():
         ratios = {
             g[SUBJECT].workload.name: speedup(g)
             for g in groups
@@ -130,12 +161,10 @@ def goals(records: Sequence[Record], matmul: float) -> list[str]:
         if not ratios:
             continue
         mean = statistics.geometric_mean(ratios.values())
-        worst = min(ratios, key=lambda name: ratios[name])
-        verdict = "met" if mean >= least_mean and ratios[worst] >= least_point else "MISSED"
+        verdict = "met" if mean >= least_mean else "MISSED"
         lines.append(
             f"{verdict}: D = {head_dim}, {direction}: {mean:.3f} times {PEER} in the geometric "
-            f"mean of {len(ratios)} points (goal {least_mean}), worst {ratios[worst]:.2f} at "
-            f"{worst} (goal {least_point})"
+            f"mean of {len(ratios)} points (goal {least_mean})"
         )
     for group in groups:
         ours = group[SUBJECT]
@@ -144,7 +173,33 @@ def goals(records: Sequence[Record], matmul: float) -> list[str]:
             share = 1e9 * ours.gflops_per_second / matmul
             verdict = "met" if share >= _SHARE_OF_MATMUL_GOAL else "MISSED"
             lines.append(f"{verdict}: {w.name}: {share:.2f} of matmul ({_SHARE_OF_MATMUL_GOAL})")
-    return lines + _relative_costs(records)
+    return lines + _leads_over_fa4(records) + _relative_costs(records)
+
+
+def _fa4_ratios() -> dict[tuple[str, Direction], float]:
+    """The recorded speed of FlashAttention-4 over the peer, by workload and direction."""
+    rates: dict[tuple[str, Direction], dict[str, float]] = {}
+    for record in json.loads(_FA4_BESIDE_CUDNN.read_text())["records"]:
+        point = rates.setdefault((record["workload"]["name"], record["direction"]), {})
+        point[record["implementation"]] = record["gflops_per_second"]
+    return _FA4_RATIOS | {key: rate["fa4"] / rate[PEER] for key, rate in rates.items()}
+
+
+def _leads_over_fa4(records: Sequence[Record]) -> list[str]:
+    """One line per point at which FlashAttention-4 was measured beside the peer, another day."""
+    recorded, lines = _fa4_ratios(), []
+    for group in report.compared(records):
+        ours = group[SUBJECT]
+        there = recorded.get((ours.workload.name, ours.direction))
+        if there is None or ours.direction not in _LEADS or PEER not in group:
+            continue
+        ratio, goal = speedup(group), _LEADS[ours.direction]
+        verdict = "met" if ratio / there >= goal else "MISSED"
+        lines.append(
+            f"{verdict}: {ours.workload.name}, {ours.direction}: {ratio:.2f} times {PEER}, "
+            f"{ratio / there:.3f} of FlashAttention-4's lead (goal {goal})"
+        )
+    return lines
 
 
 def _relative_costs(records: Sequence[Record]) -> list[str]:
@@ -192,6 +247,7 @@ def machine() -> dict[str, str]:
 def _selected(args: argparse.Namespace) -> list[Workload]:
     every = (
         *workloads.GPU,
+        *workloads.GPU_SIZES,
         *workloads.GPU_GROUPED,
         *workloads.GPU_WINDOWED,
         *workloads.GPU_PACKED,
@@ -223,16 +279,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     matmul = matmul_flops_per_second(protocol)
     about[figures.MATMUL] = [round(matmul / 1e12)]
     print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
+    args.output.mkdir(parents=True, exist_ok=True)
+    written = args.output / "gpu.json"
     records: list[Record] = []
     for workload in _selected(args):
         for direction in _directions(workload, args.directions):
             taken = measure(workload, args.dtype, direction, protocol)
             records += taken
             print(table(taken, matmul).splitlines()[-1], file=sys.stderr, flush=True)
+            report.write_json(records, about, written)  # A run that is cut off loses one point.
     about["after the run"] = machine()["gpu"]
-    args.output.mkdir(parents=True, exist_ok=True)
-    written = report.write_json(records, about, args.output / "gpu.json")
-    lines = [*goals(records, matmul), *figures.draw([written], args.output / "gpu.png")]
+    content = report.write_json(records, about, written)
+    lines = [*goals(records, matmul), *figures.draw([content], args.output / "gpu.png")]
     print(f"\n{table(records, matmul)}\n", *lines, f"Written to {args.output}.", sep="\n")
     return int(any(line.startswith("MISSED") for line in lines))
 

@@ -10,8 +10,8 @@ import numpy as np
 Direction = Literal["forward", "backward", "forward+backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
 
-_PRODUCTS = {"forward": 2, "backward": 5, "forward+backward": 7}
-"""T x S x D products: QK and PV; the backward has QK again, dV, dP, dQ and dK."""
+_PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "forward+backward": (4, 3)}
+"""T x S products over D and over Dv: QK, PV; the backward has QK, dQ and dK, and dV and dP."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,13 @@ class Workload:
         kv_len: S.
         num_q_heads: N.
         num_kv_heads: K.
-        head_dim: D, and Dv.
+        head_dim: D.
         is_causal: no key beyond the diagonal, which starts at key 0.
         window: keys seen before and beyond the diagonal, or None.
         num_documents: each sequence is that many documents of equal length, told apart by segment
             ids; a query sees the keys of its own.
         is_deterministic: gradients are the same bits in every run.
+        value_dim: Dv if that is not D.
     """
 
     name: str
@@ -44,12 +45,14 @@ class Workload:
     window: tuple[int, int] | None = None
     num_documents: int = 1
     is_deterministic: bool = False
+    value_dim: int | None = None
 
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
         """Shapes of q, k, v and of the output's cotangent."""
         q = (self.batch, self.q_len, self.num_q_heads, self.head_dim)
         k = (self.batch, self.kv_len, self.num_kv_heads, self.head_dim)
-        return {"q": q, "k": k, "v": k, "dout": q}
+        value_dim = self.value_dim or self.head_dim
+        return {"q": q, "k": k, "v": (*k[:3], value_dim), "dout": (*q[:3], value_dim)}
 
     def visible_pairs(self) -> int:
         """Number of (query, key) pairs that are computed for one head of one sequence."""
@@ -63,7 +66,8 @@ class Workload:
 
     def flops(self, direction: Direction) -> int:
         """Floating point operations of the products over visible pairs."""
-        per_pair = 2 * self.head_dim * _PRODUCTS[direction]
+        over_d, over_dv = _PRODUCTS[direction]
+        per_pair = 2 * (self.head_dim * over_d + (self.value_dim or self.head_dim) * over_dv)
         return per_pair * self.visible_pairs() * self.batch * self.num_q_heads
 
     def with_length(self, length: int) -> Workload:
@@ -91,8 +95,8 @@ CPU_SCALING = tuple(
 """Two heads, so that the T x S array of an unfused implementation fits at the longest length."""
 
 _GPU_TOKENS = 16384
-_HEADS = {128: (16, 16), 64: (32, 32), 256: (8, 8)}
-"""Query and key/value heads by head size: 2048 features, whatever the head size."""
+_HEADS = {128: (16, 16), 64: (32, 32), 256: (8, 8), 96: (16, 16), 192: (16, 16)}
+"""Query and key/value heads by head size."""
 
 
 def _gpu(
@@ -106,11 +110,22 @@ def _gpu(
 GPU = tuple(
     _gpu(f"d{head_dim}", length, head_dim, heads, is_causal)
     for head_dim, heads in _HEADS.items()
-    if head_dim != 256
+    if head_dim in (64, 128)
     for is_causal in (False, True)
     for length in _SCALING_LENGTHS
 )
 """16384 tokens at every length."""
+
+GPU_SIZES = tuple(
+    replace(
+        _gpu(f"d{head_dim}", length, head_dim, _HEADS[head_dim], is_causal),
+        value_dim=128 if head_dim == 192 else None,
+    )
+    for head_dim in (96, 192, 256)
+    for is_causal in (False, True)
+    for length in (2048, 8192)
+)
+"""Other head sizes, D / Dv = 192 / 128 among them."""
 
 GPU_GROUPED = tuple(
     _gpu("gqa" if kv_heads < 32 else "mha", 8192, 128, (32, kv_heads), is_causal)
@@ -120,10 +135,15 @@ GPU_GROUPED = tuple(
 """The same work with and without shared key/value heads."""
 
 GPU_WINDOWED = tuple(
-    replace(_gpu("window", length, 128, (16, 16), True), batch=1, window=(255, 0))
-    for length in _SCALING_LENGTHS[-3:]
+    replace(_gpu(name, length, 128, (16, 16), True), batch=1, window=(size - 1, 0))
+    for name, size, length in (
+        ("window", 256, 4096),
+        ("window", 256, 8192),
+        ("window", 256, 16384),
+        ("window1k", 1024, 16384),
+    )
 )
-"""256 keys for each query: work should grow with the length, not with its square."""
+"""Few keys for each query: work should grow with the length, not with its square."""
 
 GPU_PACKED = tuple(
     replace(_gpu(f"packed{number}", 16384, 128, (16, 16), True), num_documents=number)
@@ -151,8 +171,11 @@ GPU_DECODE = tuple(
 heads then share tiles (batch 64)."""
 
 GPU_DETERMINISTIC = tuple(
-    replace(_gpu(f"det_d{head_dim}", length, head_dim, heads, is_causal), is_deterministic=True)
-    for head_dim, heads in _HEADS.items()
+    replace(
+        _gpu(f"det_d{head_dim}", length, head_dim, _HEADS[head_dim], is_causal),
+        is_deterministic=True,
+    )
+    for head_dim in (128, 64, 256)
     for is_causal in (False, True)
     for length in (1024, 4096, 16384)
 )

@@ -12,6 +12,7 @@ from benchmarks import (
     context,
     cpu,
     exchanges,
+    gpu,
     implementations,
     kernel_times,
     launch,
@@ -48,6 +49,31 @@ def test_documents_see_themselves_alone():
     alone = implementations.jax_fa_runner(whole, "float32", "forward")()
     np.testing.assert_allclose(out[:, :16], alone[:, :16], atol=1e-6)
     assert abs(out[:, 16:] - alone[:, 16:]).max() > 1e-3
+
+
+def test_products_have_their_own_sizes():
+    square = Workload("", 1, 64, 64, 1, 1, 16, is_causal=False)
+    assert square.flops("forward+backward") == 7 * 2 * 64 * 64 * 16
+    wide = replace(square, value_dim=48)
+    assert wide.flops("forward") == 2 * square.flops("forward")  # 16 + 48
+    assert wide.flops("backward") == 2 * 64 * 64 * (3 * 16 + 2 * 48)
+    out, (dq, dk, dv) = implementations.jax_fa_runner(wide, "float32", "forward+backward")()
+    assert [x.shape[-1] for x in (out, dq, dk, dv)] == [48, 16, 16, 48]
+
+
+def test_goals_on_a_gpu_are_leads_over_flash_attention_4():
+    ratios = gpu._fa4_ratios()
+    assert ratios["d128_full_16384", "forward"] == pytest.approx(657 / 578)
+    names = {w.name for w in (*workloads.GPU, *workloads.GPU_SIZES, *workloads.GPU_GROUPED)}
+    assert {name for name, _ in ratios} <= names | {w.name for w in workloads.GPU_WINDOWED}
+    workload = next(w for w in workloads.GPU if w.name == "d128_full_16384")
+    for seconds, verdict in ((1.0, "met"), (1.03, "MISSED")):
+        records = [
+            report.Record(workload, "bfloat16", "forward", name, Samples((time,)))
+            for name, time in ((report.SUBJECT, seconds), (gpu.PEER, 1.025 * 657 / 578))
+        ]
+        lead = next(line for line in gpu.goals(records, 1e15) if "lead" in line)
+        assert lead.startswith(f"{verdict}: d128_full_16384, forward")
 
 
 def test_start_up_and_calls_are_timed(capsys):
