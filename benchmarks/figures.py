@@ -27,7 +27,7 @@ FIGURES = {
     "cpu.svg": ("cpu_2026_11_21.json", "cpu_memory_2026_11_22.json"),
 }
 """Figure -> the stored results that it shows."""
-TABLES = ("h200_2026_11_22.json", "h200_2026_11_21.json")
+TABLES = ("h200_2026_11_22.json", "h200_2026_11_26.json")
 """Stored results whose tables ``PAGE`` holds."""
 PAGE = "measured.md"
 
@@ -143,7 +143,8 @@ def _panels(
         mask = "causal" if w["is_causal"] else "full"
         name = title.format(mask=mask, direction=_DIRECTIONS[record["direction"]])
         shared = "" if w["num_q_heads"] == w["num_kv_heads"] else f":{w['num_kv_heads']}"
-        panels = rows.setdefault(f"D = {w['head_dim']}, {w['num_q_heads']}{shared} heads", {})
+        sizes = "/".join(str(w[size]) for size in ("head_dim", "value_dim") if w.get(size))
+        panels = rows.setdefault(f"D = {sizes}, {w['num_q_heads']}{shared} heads", {})
         line = panels.setdefault(name, Panel(name, unit)).lines
         line.setdefault(record["implementation"], {})[w["q_len"]] = found
     kept = {row: [p for p in panels.values() if len(p.xs) > 1] for row, panels in rows.items()}
