@@ -9,7 +9,6 @@ H200 holds (60 MB): it is not flushed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,6 @@ PEERS = (PEER, PALLAS, ANY_ORDER)
 _MATMUL_SIZE = 8192
 _DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "forward+backward")
 
-_FA4_BESIDE_CUDNN = Path(__file__).parent / "results" / "h200_2026_11_22.json"
 _FA4_RATIOS: dict[tuple[str, Direction], float] = {
     ("gqa_causal_8192", "forward"): 625 / 504,
     ("gqa_causal_8192", "forward+backward"): 542 / 459,
@@ -60,8 +58,8 @@ _FA4_RATIOS: dict[tuple[str, Direction], float] = {
     ("d256_causal_2048", "forward"): 541 / 431,
     ("d256_causal_2048", "forward+backward"): 331 / 307,
 }
-"""FlashAttention-4 (4.0.0b36) over cuDNN, TFLOP/s of one H200 run of 2026-11-22. Its other points
-are in ``_FA4_BESIDE_CUDNN``."""
+"""FlashAttention-4 (4.0.0b36) over cuDNN, TFLOP/s of one H200 run of 2026-11-22, where the stored
+results of that run have none."""
 _LEADS: dict[Direction, float] = {"forward": 1.02, "forward+backward": 1.03}
 """How much faster than FlashAttention-4 each point should be, by the speed of both over cuDNN."""
 
@@ -179,7 +177,8 @@ def goals(records: Sequence[Record], matmul: float) -> list[str]:
 def _fa4_ratios() -> dict[tuple[str, Direction], float]:
     """The recorded speed of FlashAttention-4 over the peer, by workload and direction."""
     rates: dict[tuple[str, Direction], dict[str, float]] = {}
-    for record in json.loads(_FA4_BESIDE_CUDNN.read_text())["records"]:
+    (content,), _ = figures.load(figures.RESULTS, figures.FIGURES["h200.svg"])
+    for record in content["records"]:
         point = rates.setdefault((record["workload"]["name"], record["direction"]), {})
         point[record["implementation"]] = record["gflops_per_second"]
     return _FA4_RATIOS | {key: rate["fa4"] / rate[PEER] for key, rate in rates.items()}

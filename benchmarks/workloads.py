@@ -47,12 +47,16 @@ class Workload:
     is_deterministic: bool = False
     value_dim: int | None = None
 
+    @property
+    def out_dim(self) -> int:
+        """Dv."""
+        return self.value_dim or self.head_dim
+
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
         """Shapes of q, k, v and of the output's cotangent."""
         q = (self.batch, self.q_len, self.num_q_heads, self.head_dim)
         k = (self.batch, self.kv_len, self.num_kv_heads, self.head_dim)
-        value_dim = self.value_dim or self.head_dim
-        return {"q": q, "k": k, "v": (*k[:3], value_dim), "dout": (*q[:3], value_dim)}
+        return {"q": q, "k": k, "v": (*k[:3], self.out_dim), "dout": (*q[:3], self.out_dim)}
 
     def visible_pairs(self) -> int:
         """Number of (query, key) pairs that are computed for one head of one sequence."""
@@ -67,7 +71,7 @@ class Workload:
     def flops(self, direction: Direction) -> int:
         """Floating point operations of the products over visible pairs."""
         over_d, over_dv = _PRODUCTS[direction]
-        per_pair = 2 * (self.head_dim * over_d + (self.value_dim or self.head_dim) * over_dv)
+        per_pair = 2 * (self.head_dim * over_d + self.out_dim * over_dv)
         return per_pair * self.visible_pairs() * self.batch * self.num_q_heads
 
     def with_length(self, length: int) -> Workload:
@@ -108,9 +112,8 @@ def _gpu(
 
 
 GPU = tuple(
-    _gpu(f"d{head_dim}", length, head_dim, heads, is_causal)
-    for head_dim, heads in _HEADS.items()
-    if head_dim in (64, 128)
+    _gpu(f"d{head_dim}", length, head_dim, _HEADS[head_dim], is_causal)
+    for head_dim in (128, 64)
     for is_causal in (False, True)
     for length in _SCALING_LENGTHS
 )

@@ -460,7 +460,7 @@ def powers_before_waits(code):
         counts = machine_code.count(found)
         if not (counts["wgmma"] and counts["exp2"]):
             continue
-        powers = [at for at, one in enumerate(found) if one.opcode.startswith("MUFU.EX2")]
+        powers = [at for at, one in enumerate(found) if machine_code.count([one])["exp2"]]
         waits = [at for at, one in enumerate(found) if "DEPBAR" in one.opcode and at < powers[-1]]
         yield sum(at < waits[-1] for at in powers)
 

@@ -297,9 +297,9 @@ def step(
     bwd_dbias.store(variant, x, c, work, at, dp)
     primitives.narrow(dp, ds)
     cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, parity])
-    if const_expr(variant.config.splits_keys and variant.rounds_late):
-        if const_expr(not variant.config.rounds_p_early):
-            primitives.narrow(c.s, p)
+    rounds_p = variant.config.splits_keys and variant.rounds_late
+    if const_expr(rounds_p and not variant.config.rounds_p_early):
+        primitives.narrow(c.s, p)
     early_dv = variant.config.issues_dv_early and not deterministic
     if const_expr(early_dv):
         dout_rows = c.dout_rows[None, None, None, dout_full.index]
