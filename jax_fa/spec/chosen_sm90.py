@@ -20,17 +20,23 @@ def hopper_forward(key: KernelKey) -> HopperForward:
         return _forward_with_bias(key)
     # Where find works beside load, 24 registers are too few and spill.
     consumer_registers, producer_registers = (232, 40) if is_general else (240, 24)
-    block_kv, num_consumers, stages, q_in_registers = 128, 2, 2, False
+    block_kv, num_consumers, stages = 128, 2, 2
+    q_in_registers = scales_late = False
     # H200, us by ncu, 16 heads: D = 64, small tiles, 16 x 1024 tokens, causal, 130 (three: 138),
     # 64 x 256 65 (67). D = 128 has room for three: 64 x 128 49 (two: 58), 192 for two, 256 for one.
     q_stages = 4 if key.head_dim <= 96 else 3
+    # Small tiles: ``small_tiles_pay``. With a soft cap or split keys, large ones spill.
+    is_large = key.head_dim <= 96 and not (key.is_small or key.has_soft_cap or key.is_split)
+    if is_large:
+        num_consumers, consumer_registers, producer_registers = 3, 160, 32
     if key.head_dim <= 64:
+        # Large, full: 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477). General,
+        # H100, 1 x 16384 tokens, causal: 2.51 ms (2 consumers 2.73).
         stages = 4
-        # General, H100, 1 x 16384 tokens, causal: 2.51 ms (2 consumers 2.73). With a soft cap or
-        # split keys as well, 160 registers are too few and spill. Small tiles: ``small_tiles_pay``.
-        if not (key.is_small or key.has_soft_cap or key.is_split):
-            # Full: 382 / 529 (2 consumers, 192 keys: 326 / 495; 96 keys: 345 / 477).
-            num_consumers, consumer_registers, producer_registers = 3, 160, 32
+    elif is_large:
+        # us, 16 heads, 2 x 16384 tokens, full and causal: 5384, 2789 (2 consumers 5802, 2938). 2 x
+        # 8192: 1399, 730 (96 keys 1434, 733; 2 consumers 1464, 761). 128 keys spill.
+        block_kv, q_stages, stages = 112, 2, 3
     elif key.head_dim <= 128:
         # D = 128, full: 614 / 650 with q in registers (without 607 / 646; 160 keys 570 / 635; not
         # persistent 502 / 626). Causal: 453 / 638 without (with 452 / 634).
@@ -39,8 +45,9 @@ def hopper_forward(key: KernelKey) -> HopperForward:
         # Full: 554 / 656 (128 keys, not persistent: 527 / 647).
         block_kv, q_stages = 96, 2
     else:
-        # Full: 544 / 682 (48 keys, persistent: 519 / 573).
-        block_kv, q_stages = 80, 1
+        # Full: 544 / 682 (48 keys, persistent: 519 / 573). Scaled late, 8 heads, 2 x 8192 tokens:
+        # 1622 us (1673), causal 833 (865); D = 64, 96 and 192 are 0 to 3 % slower so.
+        block_kv, q_stages, scales_late = 80, 1, True
     return HopperForward(
         block_kv,
         num_consumers,
@@ -50,6 +57,7 @@ def hopper_forward(key: KernelKey) -> HopperForward:
         producer_registers=producer_registers,
         q_in_registers=q_in_registers,
         packs_heads=key.is_split,
+        scales_late=scales_late,
     )
 
 

@@ -22,6 +22,7 @@ class HopperForward:
         q_in_registers: whether the query operand is in registers, not in shared memory.
         packs_heads: whether query heads of a group share tiles if that saves tiles (``Packing``).
         bias_stages: depth of the ring of chunks of a bias; 0 without one.
+        scales_late: whether the accumulator shrinks beside the next product, not between the two.
     """
 
     block_kv: int
@@ -33,6 +34,7 @@ class HopperForward:
     q_in_registers: bool = False
     packs_heads: bool = False
     bias_stages: int = 0
+    scales_late: bool = False
 
     @property
     def block_q(self) -> int:

@@ -252,21 +252,21 @@ HEADS_OF_SMALL = frozenset(heads for arch in ARCHS for heads in arch.kernels("fw
 LARGE_ROWS, SMALL_ROWS = 192, 128
 """Query rows of the tiles of kernels that have small ones as well, and of these."""
 
-LARGE_COST = 0.88
-"""The time of a block of keys for a row of a large tile, where for one of a small tile it is 1.
-H200, D = 64, 2 x 16384 tokens, 16 heads, bfloat16, us with small and large tiles: 5607 and 4882;
-causal 2913 and 2581."""
+LARGE_COST = {64: 0.88, 96: 0.93}
+"""By D, the time of a block of keys for a row of a large tile, where that of a small tile is 1.
+H200, 2 x 16384 tokens, 16 heads, bfloat16, us with small and large tiles: D = 64 5607 and 4882,
+causal 2913 and 2581; D = 96 5802 and 5384, 2938 and 2789."""
 
 
 @cache
-def small_tiles_pay(problem: Problem) -> bool:
-    """Whether kernels with small tiles are done sooner than the others of their family.
+def small_tiles_pay(problem: Problem, head_dim: int) -> bool:
+    """Whether kernels for ``head_dim`` with small tiles are done sooner than those with large ones.
 
     Rows and keys that nobody needs are fewer in small tiles: behind the end of a short sequence,
     and beside the diagonal or a window. Packed sequences count with their mean length.
     """
     small = SMALL_ROWS * _blocks_of_a_cta(problem, SMALL_ROWS)
-    return small < LARGE_COST * LARGE_ROWS * _blocks_of_a_cta(problem, LARGE_ROWS)
+    return small < LARGE_COST[head_dim] * LARGE_ROWS * _blocks_of_a_cta(problem, LARGE_ROWS)
 
 
 def _blocks_of_a_cta(problem: Problem, rows: int) -> float:
@@ -325,7 +325,7 @@ def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
                 keys.append(replace(split, is_few=True))
             if kv_splits(problem) > 1:
                 keys.append(split)
-            if heads in HEADS_OF_SMALL and not has_soft_cap and small_tiles_pay(problem):
+            if heads in HEADS_OF_SMALL and not has_soft_cap and small_tiles_pay(problem, heads[0]):
                 keys.append(replace(key, is_small=True))
         keys.append(key)
     return keys

@@ -9,8 +9,8 @@
 Each consumer warpgroup issues the product S of the next key block before PV of the current one, so
 that softmax of the next overlaps PV of the current, also across the border between two tiles. Named
 barriers make one consumer compute its softmax while another occupies the tensor cores
-("ping-pong": Shah et al., arXiv:2407.08608). Roles, edges and memory: ``plan.py``.
-Conventions: ``jax_fa/spec/problem.py``.
+("ping-pong": Shah et al., arXiv:2407.08608). Roles, edges, memory: ``plan.py``; conventions:
+``jax_fa/spec/problem.py``.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 """The role find of the Hopper forward: lists the work of the tiles to come.
 
-The warps that start no loads determine ahead of time which tile comes next, to which sequence it
-belongs, which keys its rows see, and which blocks a dense mask shows them. Each tile has a stage of
-a ring for that list, followed by its ``Work``, which other roles thus need neither compute nor keep
-in registers. Where ``plan.finds_ahead`` says that little is to be found, every role does so itself.
+The warps that start no loads find ahead of time which tile comes next, its sequence, the keys that
+its rows see, and the blocks that a dense mask shows them. Other roles read this, followed by the
+tile's ``Work``, in a ring. Where ``plan.finds_ahead`` says no, every role finds it itself.
 """
 
 from itertools import islice
@@ -102,6 +101,8 @@ def _give_back(ring: PipelineAsync, number: Int32) -> None:
 
 def next_tile(variant: Variant, x: ForwardContext, slot: Int32) -> tiles.Tile:
     """The tile at position ``slot``; if it is in a list, ``begin`` reads all but its validity."""
+    if variant.key.mask == "full":  # D = 256, 2 x 8192 tokens: 1543 us; in bands of heads 1604
+        return tiles.row_order(x.order, slot)
     if not variant.lists_ahead:
         return tile_at(variant, x, slot)
     _wait(x.ring, slot)

@@ -46,7 +46,7 @@ D = 64, causal, 16 x 1024 tokens: 133 us; wherever ptxas puts the wait 140; behi
 
 
 class LoadedBlocks(NamedTuple):
-    """The state of the role load after it has loaded some blocks of keys and values."""
+    """The state of the role load after some blocks of keys and values."""
 
     k: PipelineProducer
     v: PipelineProducer
@@ -115,8 +115,7 @@ def load_middle(
 def load_q(variant: cutlass.Constexpr, x: ForwardContext, work: Work, slot: Any) -> None:
     """Loads the query tile, 64 rows at a time."""
     consumers = variant.config.num_consumers
-    first = work.span.own_start + work.span.first_row
-    rows = loads.Rows(first, work.tile.head, work.tile.batch)
+    rows = loads.Rows(work.span.own_start + work.span.first_row, work.tile.head, work.tile.batch)
     for i in cutlass.range_constexpr(consumers):
         stage = slot.index * consumers + i
         if const_expr(not variant.config.packs_heads):
@@ -208,6 +207,8 @@ def products(
     k_full = k.wait_and_advance()
     primitives.meet(variant, "pingpong0", c.index)
     multiply_qk(variant, c, scores, q_index, k_full.index)
+    if const_expr(variant.config.scales_late):
+        fragment_softmax.scale_rows(c.out, c.shrink)
     v_full = v.wait_and_advance()
     fragments.multiply(c.pv, c.out, c.p, c.v[None, None, None, v_full.index], True)
     pingpong_arrive(variant, c)
@@ -223,10 +224,7 @@ def middle(
     q_index: Int32,
     pipes: KvPipes,
 ) -> KvPipes:
-    """Processes all blocks of a tile but the newest, except for PV of the oldest.
-
-    ``q_index`` is the stage of the consumer's queries. Returns the pipes, advanced.
-    """
+    """Processes all blocks but the newest, except PV of the oldest; returns the pipes, advanced."""
     x, work = on_list(variant, x, work), anew(variant, x, work)
     blocks, newest = work.blocks, work.blocks.end - 1
     at = Place(pipes.k, pipes.v, *step_after(variant, x, work, newest))
@@ -273,14 +271,15 @@ def step(
     warpgroup.wait_group(1)  # for S
     k_full.release()
     add_bias(variant, x, c, work, at.block, scores, k_full.count, form)
-    shrink = to_probabilities(variant, x, c, work, at.block, hides, scores)
+    to_probabilities(variant, x, c, work, at.block, hides, scores)
     if const_expr(variant.config.is_persistent):  # D = 256, causal, 2 x 8192: 1761 us without, 1810
         primitives.hold_until(cute.recast_tensor(scores, Int32)[HELD_BY], x.smem.zero_fill)
     warpgroup.wait_group(0)
     v_full.release()
     # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
     primitives.narrow(scores, c.p)
-    fragment_softmax.scale_rows(c.out, shrink)
+    if const_expr(not variant.config.scales_late):
+        fragment_softmax.scale_rows(c.out, c.shrink)
     return Place(k, v, *following)
 
 
@@ -293,16 +292,14 @@ def to_probabilities(
     block: Int32,
     hides: Boolean,
     scores: cute.Tensor,
-) -> cute.Tensor:
-    """Caps a block's scores, masks them if the block ``hides`` keys, and exponentiates them.
-
-    Returns the factors by which the rows of ``c.out`` shrink.
-    """
+) -> None:
+    """Caps a block's scores, masks them if the block ``hides`` keys, and exponentiates them."""
     if const_expr(variant.key.has_soft_cap):
         softmax.cap(scores, x.scalars.cap_inner_log2)
     if hides:
         mask_block(variant, x, c, work, scores, block)
-    return fragment_softmax.update(scores, c.state, x.scalars.scale_log2, variant.key.has_bias)
+    shrink = fragment_softmax.update(scores, c.state, x.scalars.scale_log2, variant.key.has_bias)
+    c.shrink.store(shrink.load())
 
 
 @cute.jit
@@ -415,6 +412,8 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 tile = next_tile(variant, x, work.tile.slot + 1)
         k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
         v_full = v.wait_and_advance()
+        if const_expr(config.scales_late):
+            fragment_softmax.scale_rows(c.out, c.shrink)
         primitives.meet(variant, "pingpong0", c.index)
         fragments.multiply(c.pv, c.out, c.p, c.v[None, None, None, v_full.index], True)
         pingpong_arrive(variant, c)
@@ -507,9 +506,8 @@ def store_tile(
     """Writes 64 rows through shared memory; TMA skips those beyond the array's end."""
     layout = make_layouts(variant).out
     sOut = cute.make_tensor(x.smem.q[None, None, q_index].iterator, layout.outer)
-    copy = cute.make_tiled_copy_C(
-        cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), variant.dtype), c.pv
-    ).get_slice(c.thread)
+    atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), variant.dtype)
+    copy = cute.make_tiled_copy_C(atom, c.pv).get_slice(c.thread)
     # HAZARD: out overwrites rows of q, so all four warps must be done with their products.
     primitives.meet(variant, "out0", c.index)
     cute.copy(copy, copy.retile(rounded), copy.partition_D(sOut))

@@ -1,7 +1,6 @@
 """Steps of the Hopper forward: which block of keys comes next, and whether it hides pairs.
 
-Where the mask is general, the role load, which idles, tells consumers of each step in shared
-memory, so that they walk no list of blocks between products.
+Where the mask is general, load tells consumers in shared memory: they walk no list of blocks.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
@@ -89,18 +89,17 @@ class ForwardConsumer(NamedTuple):
     p: cute.Tensor  # A registers, (8, 1, block_kv / 16)
     out: cute.Tensor  # accumulator of 64 x Dv
     state: fragment_softmax.RowState
+    shrink: cute.Tensor  # (2,) factor by which the accumulator shrinks before PV of ``p``
     index: Int32
     thread: Int32
 
 
 def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
     """The consumer that the calling thread belongs to, with its fragments."""
-    key, config = variant.key, variant.config
+    key, config, dtype = variant.key, variant.config, variant.dtype
     thread = cute.arch.thread_idx()[0] - variant.plan.role("consume").warps.start * edges.WARP
-    qk = fragments.make_mma(
-        variant.dtype, config.block_kv, OperandMajorMode.K, config.q_in_registers
-    )
-    pv = fragments.make_mma(variant.dtype, key.value_dim, OperandMajorMode.MN, a_in_registers=True)
+    qk = fragments.make_mma(dtype, config.block_kv, OperandMajorMode.K, config.q_in_registers)
+    pv = fragments.make_mma(dtype, key.value_dim, OperandMajorMode.MN, a_in_registers=True)
     qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
     q_source = qk_slice.partition_A(x.smem.q)
     if config.q_in_registers:
@@ -114,6 +113,7 @@ def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
         p=pv.make_fragment_A(pv.partition_shape_A((WGMMA_ROWS, config.block_kv))),
         out=pv.make_fragment_C(pv.partition_shape_C((WGMMA_ROWS, key.value_dim))),
         state=fragment_softmax.make_row_state(),
+        shrink=cute.make_rmem_tensor((fragments.ROWS,), Float32),
         index=cute.arch.make_warp_uniform(thread // edges.WARPGROUP),
         thread=thread % edges.WARPGROUP,
     )

@@ -37,8 +37,8 @@ def num_lists(key: KernelKey, config: HopperForward) -> int:
 
 
 def step_slots(key: KernelKey, config: HopperForward) -> int:
-    """The number of steps of which load keeps a word for consumers: ``fwd_steps.py``."""
-    return 2 * config.stages if key.mask == "general" else 0
+    """Of how many steps, a power of two, load keeps a word for consumers: ``fwd_steps.py``."""
+    return 1 << (2 * config.stages - 1).bit_length() if key.mask == "general" else 0
 
 
 def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
