@@ -1,6 +1,7 @@
 """The order of work of deterministic backwards, computed on ints by the functions kernels trace."""
 
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ class Grid:
         from jax_fa.kernels import backward_host, backward_work, primitives, tiles
 
         target, self.ctas = FAMILIES[family]
-        key = KernelKey(target, "bfloat16", 128, 128, mask)
+        self.mask, key = mask, KernelKey(target, "bfloat16", 128, 128, mask)
         self.cluster = self.num_clusters = 0
         self.variant = SimpleNamespace(
             key=key,
@@ -53,13 +54,17 @@ class Grid:
         self.order_of = backward_host.backward_order.__wrapped__
         self.tile_at = backward_work.tile_at.__wrapped__
 
-    def lists(self, num_sms, heads, num_kv_blocks, splits=1):
+    def ascends(self, group):
+        """Whether steps ascend with so many query heads per key/value head."""
+        return self.mask != "causal" or group == 1
+
+    def lists(self, num_sms, heads, num_kv_blocks, splits=1, group=1):
         """Of every cluster, the (head, key block) of its tiles in the order it takes them."""
         kv_len = num_kv_blocks * self.variant.config.block_kv - 5
         scalars = SimpleNamespace(
             deterministic=1,
             splits=splits,
-            group=splits,
+            group=group,
             sequences=SimpleNamespace(cu_seqlens=SimpleNamespace(own=0), num_sequences=1),
         )
         call = SimpleNamespace(
@@ -82,15 +87,16 @@ class Grid:
         return found
 
 
-def assert_waits_end(lists, heads, num_kv_blocks):
-    """Each tile is there once; the later key blocks of its head, for which it waits, are tiles of
-    clusters of lower numbers or earlier tiles of its own."""
+def assert_waits_end(lists, heads, num_kv_blocks, *, ascends=True):
+    """Each tile is there once; the key blocks of its head for which it waits, the later ones where
+    steps ascend, are tiles of clusters of lower numbers or earlier tiles of its own."""
     place = {tile: (c, slot) for c, tiles in enumerate(lists) for slot, tile in enumerate(tiles)}
     assert len(place) == sum(map(len, lists)) == heads * num_kv_blocks
     for (head, block), (cluster, slot) in place.items():
-        if block + 1 < num_kv_blocks:
-            # That of the next block waits for the others in its turn.
-            before = place[head, block + 1]
+        neighbour = block + 1 if ascends else block - 1
+        if 0 <= neighbour < num_kv_blocks:
+            # That of the neighbour waits for the others in its turn.
+            before = place[head, neighbour]
             assert before[0] < cluster or before == (cluster, slot - 1)
 
 
@@ -103,8 +109,10 @@ def check_random_shapes():
                 for _ in range(40):
                     num_sms, heads = draw.randint(1, 9), draw.randint(1, 4)
                     num_kv_blocks, splits = draw.randint(1, 14), draw.choice((1, 1, 2))
-                    lists = made.lists(num_sms, heads, num_kv_blocks, splits)
-                    assert_waits_end(lists, heads * splits, num_kv_blocks)
+                    group = splits * draw.choice((1, 2))
+                    lists = made.lists(num_sms, heads, num_kv_blocks, splits, group)
+                    ascends = made.ascends(group)
+                    assert_waits_end(lists, heads * splits, num_kv_blocks, ascends=ascends)
 
 
 def check_long_heads():
@@ -116,6 +124,19 @@ def check_long_heads():
                 lists = made.lists(20, 3, num_kv_blocks)
                 assert len(lists) == wanted
                 assert_waits_end(lists, 3, num_kv_blocks)
+
+
+def check_bands():
+    from jax_fa.kernels.backward_work import TILES_IN_TURN
+
+    for family in FAMILIES:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            made = Grid(monkeypatch, family, "causal")
+            clusters = 132 // made.ctas
+            heads = [head for ((head, _),) in made.lists(132, 64, 40, group=4)]
+            for first in range(len(heads) - clusters):
+                together = Counter(heads[first : first + clusters])
+                assert max(together.values()) <= TILES_IN_TURN + 1
 
 
 def in_own_process(check):
@@ -134,3 +155,7 @@ def test_no_tile_waits_for_a_cluster_that_may_not_have_started():
 def test_a_head_of_more_key_blocks_than_clusters_gets_a_cluster_for_each():
     """Of 20 multiprocessors; others are worked on in rounds of whole heads."""
     in_own_process("check_long_heads")
+
+
+def test_where_steps_descend_few_key_blocks_of_a_head_are_under_way_at_a_time():
+    in_own_process("check_bands")

@@ -128,12 +128,17 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid
         is_packed = tiles.is_present(scalars.sequences.cu_seqlens.own).to(Int32)
         num_kv_blocks = num_kv_blocks + is_packed * (scalars.sequences.num_sequences + 1)
     splits = scalars.splits
+    swept_bytes = backward_work.bytes_per_head(variant, call.queries.length, scalars.group)
+    if (scalars.deterministic != 0) & (not backward_work.ascends(variant, scalars)):
+        # Bands of many heads, whatever the cache holds.
+        heads_per_band = cutlass.max(num_sms // backward_work.TILES_IN_TURN, 1)
+        swept_bytes = tiles.L2_BUDGET_BYTES // heads_per_band
     order = tiles.make_order(
         call.queries.batch * num_kv_heads * splits,
         num_kv_heads * splits,
         splits,
         num_kv_blocks,
-        backward_work.bytes_per_head(variant, call.queries.length, scalars.group),
+        swept_bytes,
         num_sms,
     )
     if const_expr(variant.key.mask == "full"):

@@ -1,21 +1,24 @@
 """What the backward kernels of all architectures share: data bundles, and the work of a tile.
 
 A tile is ``block_kv`` keys of one key/value head. Its work is a sweep over the query blocks of the
-group's query heads, or of a part of them. The sweep starts with the last query block, in a
-deterministic run with the first. ``kernels/forward_work.py`` describes variants and contexts.
+group's query heads, or of a part of them, from the last to the first; in most deterministic runs
+from the first to the last. ``kernels/forward_work.py`` describes variants and contexts.
 
 Note [Turns]
-In a deterministic run, key blocks add to the dQ of a query block in a fixed order, from the last
-key block that it sees to the first; ``Scratch.turns`` counts the additions. One addition follows
-another after about the time of a step (on an H200, D = 256, about 3 us). If the order of work does
-not start every key block later than its predecessor, the key block has to wait instead. Hence, in a
-deterministic run, steps ascend, and the hardware assigns tiles to CTAs, the last key block of a
-head first: under a causal mask it has the fewest queries, which makes room for the next, and it
-begins with a query block that the next does not begin with.
-Other runs descend from the first key block, longest tiles first, so that all key blocks begin with
-the same query block. In that order, deterministic runs (H200, D = 256, causal, T = 1024 to 16384)
-took 45 to 51 % longer than others; in this one, 8 to 17 %. On an H100 (D = 128, 2 x 8192), where a
-separate warp reduces dQ from shared memory as consumers go on: 22 % (full 19 %), before that 36 %.
+In a deterministic run, key blocks add to the dQ of a query block in a fixed order, and
+``Scratch.turns`` counts the additions. One addition follows another after about the time of a step
+(on an H200, D = 256, about 3 us), so each key block has to be that far behind its predecessor.
+There are two orders, and ``ascends`` chooses:
+* Steps ascend, and the last key block of a head comes first: under a causal mask it has the fewest
+  queries, which makes room for the next, and it begins with a query block that the next does not
+  begin with. So key blocks keep their distance, but under a causal mask they read different queries
+  at a time, which do not all fit the L2 cache if a key/value head has several query heads.
+* Steps descend, as in other runs, and the first key block comes first. The key blocks of a head
+  read the same queries at about the same time, and each waits for the one before it. In bands of
+  many heads, few key blocks of a head are under way at a time: ``TILES_IN_TURN``.
+H200, D = 128, causal, forward + backward against any order, in percent, steps ascending and
+descending: 16 heads, 2 x 8192 tokens 10 and 17; 16:8 heads 29 and 11; 32:8, 1 x 8192 54 and 12.
+Full 7 and 17, 32:8 heads, lengths only, 5 and 16. General masks ascend: with a choice they spill.
 HAZARD: a tile waits only for tiles of CTAs of a lower index, which the hardware starts no later,
 and for earlier tiles of its own CTA. So no tile waits for one that cannot start, however few CTAs
 the GPU holds at a time. Rounds of persistent CTAs obey this if a round holds whole heads. So if a
@@ -34,6 +37,9 @@ from jax_fa.kernels.dense_mask import DenseMask
 from jax_fa.kernels.unmasked import unmasked_blocks
 from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, ceil_div
 from jax_fa.spec.band_of_keys import last_kv_block, q_blocks
+
+TILES_IN_TURN = 4
+"""Key blocks of a head that are under way at a time where steps descend in turns."""
 
 
 class Tma(NamedTuple):
@@ -100,7 +106,7 @@ class Work(NamedTuple):
         num_heads: the number of its query heads.
         num_steps: the number of query blocks that are visited, over all its heads.
         first_block: the query block that its sweep begins with.
-        stride: from one query block to the next: 1 in a deterministic run, else -1.
+        stride: from one query block to the next, 1 or -1.
     """
 
     tile: tiles.Tile
@@ -137,8 +143,8 @@ class Step(NamedTuple):
 def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
     """Returns the tile at position ``slot`` of this CTA's list.
 
-    The first key block comes first: with a causal mask it has the most queries. In a deterministic
-    run the last key block comes first: Note [Turns].
+    The first key block comes first: with a causal mask it has the most queries. Where steps ascend,
+    the last key block comes first: Note [Turns].
     """
     ctas = variant.plan.ctas
     tile = tiles.row_order(x.order, slot, ctas)
@@ -149,7 +155,7 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
     if const_expr(variant.is_general):
         tile = tiles.one_per_cta(x.order, slot, ctas)
     block = x.order.num_blocks - 1 - tile.block
-    if x.scalars.deterministic != 0:
+    if ascends(variant, x.scalars):
         block = tile.block
     return tile._replace(block=block)
 
@@ -223,7 +229,7 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
     num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)
     q_start = span.swept_start
     first_block, stride = blocks.end - 1, Int32(-1)
-    if scalars.deterministic != 0:
+    if ascends(variant, scalars):
         first_block, stride = blocks.start, Int32(1)
     return Work(
         tile,
@@ -328,7 +334,11 @@ def await_turn(
     config = variant.config
     last = last_kv_block(work.window, at.q_block, config.block_kv, config.block_q, tiles.EXTREMES)
     counter = _turns_of(variant, x, work, at)
-    before = (last - work.tile.block) * parts
+    before = last - work.tile.block
+    if const_expr(variant.key.mask == "causal"):
+        if not ascends(variant, x.scalars):
+            before = work.tile.block  # Every query block that sees it sees all keys before it.
+    before = before * parts
     taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     while taken < before:
         taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
@@ -340,6 +350,12 @@ def pass_turn(variant: cutlass.Constexpr, x: Any, work: Work, at: Step):
     if cute.arch.lane_idx() == 0:
         counter = _turns_of(variant, x, work, at)
         cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+
+def ascends(variant: Any, scalars: Scalars) -> Boolean:
+    """Whether steps ascend: Note [Turns]."""
+    in_turn = scalars.deterministic != 0
+    return in_turn & (scalars.group == 1) if variant.key.mask == "causal" else in_turn
 
 
 def bytes_per_head(variant: Any, q_len: Int32, group: Int32) -> Int32:

@@ -166,7 +166,7 @@ def everywhere(pattern, replacement, text):
     return changed
 
 
-# In the backward, those of the steps of a deterministic run come first.
+# In backwards, those of the steps of a deterministic run come first, in "bwd" last.
 WAIT, BARRIER = r"cp\.async\.wait_group", r"bar\.sync"
 FAULTS = {
     "fwd-queries are not awaited": ("fwd", lambda t: without(WAIT, 0, t)),
@@ -190,9 +190,9 @@ FAULTS = {
         "fwd",
         lambda t: everywhere(r"(shfl\.sync\.bfly\.b32[^;]*), 2, 31,", r"\1, 0, 31,", t),
     ),
-    "bwd-queries are not awaited": ("bwd", lambda t: without(WAIT, 1, t)),
-    "bwd-queries of other warps are not awaited": ("bwd", lambda t: without(BARRIER, 6, t)),
-    "bwd-dS of other warps is not awaited": ("bwd", lambda t: without(BARRIER, 7, t)),
+    "bwd-queries are not awaited": ("bwd", lambda t: without(WAIT, 0, t)),
+    "bwd-queries of other warps are not awaited": ("bwd", lambda t: without(BARRIER, 2, t)),
+    "bwd-dS of other warps is not awaited": ("bwd", lambda t: without(BARRIER, 3, t)),
     "bwd-words of a tile are replaced while they are read": (
         "bwd",
         lambda t: without(BARRIER, 0, t),

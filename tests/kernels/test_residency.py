@@ -19,8 +19,10 @@ from jax_fa.spec.variants import BY_NAME
 
 CLUSTERS = 2
 DEEP = {
+    "bwd_sm90_bf16_d64_causal": 1,
     "bwd_sm90_bf16_d64_full": 1,
     "bwd_sm90_bf16_d128_full": 1,
+    "bwd_sm100_bf16_d64_causal": 1,
     "bwd_sm100_bf16_d64_full": 1,
     "bwd_sm100_bf16_d128_full": 2,
 }
@@ -30,12 +32,18 @@ DEEP = {
 @pytest.mark.parametrize("resident", [1, CLUSTERS])
 @pytest.mark.parametrize("name", DEEP)
 def test_a_head_of_more_key_blocks_than_clusters_waits_for_none_that_cannot_start(name, resident):
-    """Deterministic, full: three key blocks that wait for each other, on two clusters."""
+    """Deterministic: three key blocks that wait for each other, on two clusters.
+
+    With a full mask, the first waits for the others; with a causal one, where a key/value head has
+    two query heads, the last does.
+    """
     if name not in bindings.compiled():
         pytest.skip(f"this build lacks {name}")
     variant, ctas = BY_NAME[name], DEEP[name]
-    size = variant.key.head_dim
+    size, is_causal = variant.key.head_dim, variant.key.mask == "causal"
     case = Case("deep", q_len=70, kv_len=300 * ctas, heads=1, kv_heads=1, head_dim=size)
+    if is_causal:
+        case = replace(case, q_len=300, heads=2, is_causal=True)
     semantics = replace(case.semantics, deterministic=True)
     problem = Problem.of(data(case, "bfloat16").operands, semantics)
     settings = Emulation(variant.arch, num_sms=CLUSTERS * ctas, resident=resident)

@@ -308,6 +308,7 @@ def test_gradients_are_right_where_everything_hides_keys(kernels, case, determin
     [
         Case("deep", q_len=130, kv_len=500, heads=1, kv_heads=1),
         Case("causal", q_len=260, kv_len=400, heads=1, kv_heads=1, head_dim=96, is_causal=True),
+        Case("group", q_len=260, kv_len=400, heads=2, kv_heads=1, head_dim=96, is_causal=True),
     ],
     ids=str,
 )

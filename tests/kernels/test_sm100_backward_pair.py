@@ -161,7 +161,11 @@ def test_gradients_are_right_where_a_cta_has_little_to_do(kernels, mask, case, c
 @compiles
 @pytest.mark.parametrize(
     "mask, case",
-    [("full", one_head("deep", 130, 900)), ("causal", one_head("deep", 300, 600, is_causal=True))],
+    [
+        ("full", one_head("deep", 130, 900)),
+        ("causal", one_head("deep", 300, 600, is_causal=True)),
+        ("causal", replace(one_head("group", 300, 600, is_causal=True), heads=2)),
+    ],
     ids=str,
 )
 def test_deterministic_gradients_have_the_same_bits_under_any_schedule(kernels, mask, case):
