@@ -72,7 +72,7 @@ _GOALS: dict[tuple[int, Direction], float] = {
     (64, "forward+backward"): 1.34,
 }
 _SHARE_OF_MATMUL_GOAL = 0.88
-_DETERMINISTIC_GOAL = 1.25
+_DETERMINISTIC_GOAL = 1.12
 _GROUPED_GOAL = 0.97
 
 

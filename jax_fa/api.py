@@ -113,7 +113,7 @@ def attention(  # noqa: PLR0913 (a drop-in keeps the signature it replaces)
             starts it at key 0, "bottom_right" ends it at the last used key of the last used row.
         query_offset: integer scalar or [B] that fits int32, may be traced: position of query row 0,
             added to the diagonal (context parallelism, decoding). Clamped to 2 ** 28 in magnitude.
-        deterministic: bitwise-reproducible gradients.
+        deterministic: gradients with the same bits on every run on a GPU of the same kind.
         mask_mod: function (batch, q_head, q_position, kv_position) -> bool, of int32 arrays that
             broadcast; it hides further keys where it is False. ``jax_fa.mask_mods`` has examples.
             It is evaluated into the packed bits of a mask, without an array of all pairs; outside

@@ -56,7 +56,7 @@ class AttentionFn:
         logits_soft_cap: bound on the logits.
         scale: factor applied to the logits; head size ** -0.5 if None.
         implementation: forced implementation, or None.
-        deterministic: bitwise-reproducible gradients.
+        deterministic: gradients with the same bits on every run on a GPU of the same kind.
         rope: rotates one head of query or key, [length, D], by positions counted from 0, before
             the product: ``nnx.RoPE``, Equinox's ``RotaryPositionalEmbedding``, or any function.
             Not for decoding steps, since it does not receive their position.

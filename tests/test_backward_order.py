@@ -54,9 +54,9 @@ class Grid:
         self.order_of = backward_host.backward_order.__wrapped__
         self.tile_at = backward_work.tile_at.__wrapped__
 
-    def ascends(self, group):
-        """Whether steps ascend with so many query heads per key/value head."""
-        return self.mask != "causal" or group == 1
+    def ascends(self, group, slot):
+        """Whether steps ascend in a round, with so many query heads per key/value head."""
+        return self.mask != "causal" or (group == 1 and slot % 2 == 0)
 
     def lists(self, num_sms, heads, num_kv_blocks, splits=1, group=1):
         """Of every cluster, the (head, key block) of its tiles in the order it takes them."""
@@ -87,16 +87,17 @@ class Grid:
         return found
 
 
-def assert_waits_end(lists, heads, num_kv_blocks, *, ascends=True):
+def assert_waits_end(made, lists, heads, num_kv_blocks, group=1):
     """Each tile is there once; the key blocks of its head for which it waits, the later ones where
     steps ascend, are tiles of clusters of lower numbers or earlier tiles of its own."""
     place = {tile: (c, slot) for c, tiles in enumerate(lists) for slot, tile in enumerate(tiles)}
     assert len(place) == sum(map(len, lists)) == heads * num_kv_blocks
     for (head, block), (cluster, slot) in place.items():
-        neighbour = block + 1 if ascends else block - 1
+        neighbour = block + 1 if made.ascends(group, slot) else block - 1
         if 0 <= neighbour < num_kv_blocks:
-            # That of the neighbour waits for the others in its turn.
+            # That of the neighbour waits for the others in its turn, in the same direction.
             before = place[head, neighbour]
+            assert made.ascends(group, before[1]) == made.ascends(group, slot)
             assert before[0] < cluster or before == (cluster, slot - 1)
 
 
@@ -111,19 +112,35 @@ def check_random_shapes():
                     num_kv_blocks, splits = draw.randint(1, 14), draw.choice((1, 1, 2))
                     group = splits * draw.choice((1, 2))
                     lists = made.lists(num_sms, heads, num_kv_blocks, splits, group)
-                    ascends = made.ascends(group)
-                    assert_waits_end(lists, heads * splits, num_kv_blocks, ascends=ascends)
+                    assert_waits_end(made, lists, heads * splits, num_kv_blocks, group)
 
 
-def check_long_heads():
+def check_idle():
+    for family in FAMILIES:
+        for mask in ("full", "causal"):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                made = Grid(monkeypatch, family, mask)
+                clusters = 64 // made.ctas
+                # Of 64: one head, or two, a round; then too many or too long ones for rounds.
+                for num_kv_blocks, wanted in (
+                    (clusters, clusters),
+                    (clusters * 7 // 16, clusters * 7 // 8),
+                    (clusters * 7 // 8 - 1, 3 * (clusters * 7 // 8 - 1)),
+                    (clusters + 1, 3 * (clusters + 1)),
+                ):
+                    lists = made.lists(64, 3, num_kv_blocks)
+                    assert len(lists) == wanted
+                    assert_waits_end(made, lists, 3, num_kv_blocks)
+
+
+def check_balance():
     for family in FAMILIES:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            made = Grid(monkeypatch, family, "full")
-            clusters = 20 // made.ctas
-            for num_kv_blocks, wanted in ((clusters, clusters), (clusters + 1, 3 * clusters + 3)):
-                lists = made.lists(20, 3, num_kv_blocks)
-                assert len(lists) == wanted
-                assert_waits_end(lists, 3, num_kv_blocks)
+            made = Grid(monkeypatch, family, "causal")
+            clusters = 64 // made.ctas
+            lists = made.lists(64, 8, clusters // 2)
+            assert {len(tiles) for tiles in lists} == {4}
+            assert len({sum(block for _, block in tiles) for tiles in lists}) == 1
 
 
 def check_bands():
@@ -152,9 +169,13 @@ def test_no_tile_waits_for_a_cluster_that_may_not_have_started():
     in_own_process("check_random_shapes")
 
 
-def test_a_head_of_more_key_blocks_than_clusters_gets_a_cluster_for_each():
-    """Of 20 multiprocessors; others are worked on in rounds of whole heads."""
-    in_own_process("check_long_heads")
+def test_rounds_of_whole_heads_leave_few_clusters_idle():
+    """Elsewhere each tile has a cluster."""
+    in_own_process("check_idle")
+
+
+def test_who_had_the_longest_tile_has_the_shortest_in_the_next_round():
+    in_own_process("check_balance")
 
 
 def test_where_steps_descend_few_key_blocks_of_a_head_are_under_way_at_a_time():

@@ -26,6 +26,10 @@ from jax_fa.kernels.primitives import Extents, dense, dense_stats
 from jax_fa.spec import backward_division
 from jax_fa.spec.band import UNBOUNDED, ceil_div
 
+ROUND_SHARE = 8
+"""In a deterministic run, rounds of whole heads leave at most one in so many CTAs idle; else each
+CTA has one tile: Note [Turns] in ``backward_work.py``."""
+
 
 class BackwardCall(NamedTuple):
     """Arguments of the main kernel of a backward.
@@ -129,10 +133,11 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid
         num_kv_blocks = num_kv_blocks + is_packed * (scalars.sequences.num_sequences + 1)
     splits = scalars.splits
     swept_bytes = backward_work.bytes_per_head(variant, call.queries.length, scalars.group)
-    if (scalars.deterministic != 0) & (not backward_work.ascends(variant, scalars)):
-        # Bands of many heads, whatever the cache holds.
-        heads_per_band = cutlass.max(num_sms // backward_work.TILES_IN_TURN, 1)
-        swept_bytes = tiles.L2_BUDGET_BYTES // heads_per_band
+    if const_expr(variant.key.mask == "causal"):
+        if (scalars.deterministic != 0) & (scalars.group > 1):
+            # Bands of many heads, whatever the cache holds.
+            heads_per_band = cutlass.max(num_sms // backward_work.TILES_IN_TURN, 1)
+            swept_bytes = tiles.L2_BUDGET_BYTES // heads_per_band
     order = tiles.make_order(
         call.queries.batch * num_kv_heads * splits,
         num_kv_heads * splits,
@@ -141,21 +146,18 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid
         swept_bytes,
         num_sms,
     )
-    if const_expr(variant.key.mask == "full"):
-        # In a deterministic run the key blocks of a head follow each other, one turn apart. If a
-        # round holds whole heads, every CTA keeps its distance from the others. If a head is
-        # longer than a round, a CTA of the next round would wait for one of a higher index.
-        if scalars.deterministic != 0:
-            heads_per_round = num_sms // num_kv_blocks
-            if heads_per_round == 0:
-                heads_per_round = order.num_heads
-            num_sms = heads_per_round * num_kv_blocks
-    num_ctas = cutlass.min(num_sms, order.num_heads * num_kv_blocks)
+    num_tiles = order.num_heads * num_kv_blocks
+    num_ctas = cutlass.min(num_sms, num_tiles)
     if const_expr(variant.is_general):
-        num_ctas = order.num_heads * num_kv_blocks
-    if const_expr(variant.key.mask == "causal"):
-        if scalars.deterministic != 0:
-            num_ctas = order.num_heads * num_kv_blocks
+        num_ctas = num_tiles
+    elif scalars.deterministic != 0:
+        num_ctas = num_sms // num_kv_blocks * num_kv_blocks
+        if num_ctas * ROUND_SHARE < num_sms * (ROUND_SHARE - 1):
+            num_ctas = num_tiles
+        if const_expr(variant.key.mask == "causal"):
+            if scalars.group > 1:
+                num_ctas = num_tiles
+        num_ctas = cutlass.min(num_ctas, num_tiles)
     return tiles.Grid(order, num_ctas * ctas)
 
 

@@ -1,7 +1,7 @@
 """What the backward kernels of all architectures share: data bundles, and the work of a tile.
 
 A tile is ``block_kv`` keys of one key/value head. Its work is a sweep over the query blocks of the
-group's query heads, or of a part of them, from the last to the first; in most deterministic runs
+group's query heads, or of a part of them, from the last to the first; in some deterministic runs
 from the first to the last. ``kernels/forward_work.py`` describes variants and contexts.
 
 Note [Turns]
@@ -14,11 +14,15 @@ There are two orders, and ``ascends`` chooses:
   begin with. So key blocks keep their distance, but under a causal mask they read different queries
   at a time, which do not all fit the L2 cache if a key/value head has several query heads.
 * Steps descend, as in other runs, and the first key block comes first. The key blocks of a head
-  read the same queries at about the same time, and each waits for the one before it. In bands of
-  many heads, few key blocks of a head are under way at a time: ``TILES_IN_TURN``.
-H200, D = 128, causal, forward + backward against any order, in percent, steps ascending and
-descending: 16 heads, 2 x 8192 tokens 10 and 17; 16:8 heads 29 and 11; 32:8, 1 x 8192 54 and 12.
-Full 7 and 17, 32:8 heads, lengths only, 5 and 16. General masks ascend: with a choice they spill.
+  read the same queries at about the same time, and each waits for the one before it.
+CTAs take rounds of whole heads, so that each has the same place in all of them. Under a causal mask
+the two orders take turns: who had the longest tile has the shortest in the next round. Where rounds
+would leave many CTAs idle, each CTA has one tile. (H200, causal, forward + backward against any
+order, us, before with one tile per CTA: D = 64, 32 heads, 16 x 1024 tokens 784, 793, 1196;
+2 x 8192 3660, 3860, 4292; D = 128, 16 heads, 663, 701, 792 and 3204, 3348, 3504.) If query heads
+share keys, all steps descend, with one tile per CTA, in bands of many heads, so that few key blocks
+of a head are under way at a time: ``TILES_IN_TURN``. General masks ascend: with a choice they
+spill.
 HAZARD: a tile waits only for tiles of CTAs of a lower index, which the hardware starts no later,
 and for earlier tiles of its own CTA. So no tile waits for one that cannot start, however few CTAs
 the GPU holds at a time. Rounds of persistent CTAs obey this if a round holds whole heads. So if a
@@ -152,10 +156,12 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
         tile = tiles.longest_first(x.order, slot, ctas)
         if x.scalars.deterministic != 0:
             tile = tiles.one_per_cta(x.order, slot, ctas)
+            if x.scalars.group == 1:
+                tile = tiles.row_order(x.order, slot, ctas)
     if const_expr(variant.is_general):
         tile = tiles.one_per_cta(x.order, slot, ctas)
     block = x.order.num_blocks - 1 - tile.block
-    if ascends(variant, x.scalars):
+    if ascends(variant, x.scalars, slot):
         block = tile.block
     return tile._replace(block=block)
 
@@ -229,7 +235,7 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
     num_heads = cutlass.max(cutlass.min(per_part, scalars.group - first), 0)
     q_start = span.swept_start
     first_block, stride = blocks.end - 1, Int32(-1)
-    if ascends(variant, scalars):
+    if ascends(variant, scalars, tile.slot):
         first_block, stride = blocks.start, Int32(1)
     return Work(
         tile,
@@ -336,7 +342,7 @@ def await_turn(
     counter = _turns_of(variant, x, work, at)
     before = last - work.tile.block
     if const_expr(variant.key.mask == "causal"):
-        if not ascends(variant, x.scalars):
+        if work.stride < 0:
             before = work.tile.block  # Every query block that sees it sees all keys before it.
     before = before * parts
     taken = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
@@ -352,10 +358,12 @@ def pass_turn(variant: cutlass.Constexpr, x: Any, work: Work, at: Step):
         cute.arch.red(counter, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
 
 
-def ascends(variant: Any, scalars: Scalars) -> Boolean:
-    """Whether steps ascend: Note [Turns]."""
+def ascends(variant: Any, scalars: Scalars, slot: Int32) -> Boolean:
+    """Whether steps ascend in a CTA's tile at position ``slot``: Note [Turns]."""
     in_turn = scalars.deterministic != 0
-    return in_turn & (scalars.group == 1) if variant.key.mask == "causal" else in_turn
+    if variant.key.mask == "causal":
+        return in_turn & (scalars.group == 1) & (slot % 2 == 0)
+    return in_turn
 
 
 def bytes_per_head(variant: Any, q_len: Int32, group: Int32) -> Int32:

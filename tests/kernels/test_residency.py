@@ -52,6 +52,25 @@ def test_a_head_of_more_key_blocks_than_clusters_waits_for_none_that_cannot_star
     assert_close(got, wanted(case, "bfloat16"), "bfloat16")
 
 
+@pytest.mark.parametrize("resident", [1, CLUSTERS])
+@pytest.mark.parametrize("name", [name for name in DEEP if BY_NAME[name].key.mask == "causal"])
+def test_rounds_of_whole_heads_wait_for_none_that_cannot_start(name, resident):
+    """Deterministic: three heads of two key blocks, on two clusters. The last block comes first in
+    the first and third round, the first in the second."""
+    if name not in bindings.compiled():
+        pytest.skip(f"this build lacks {name}")
+    variant, ctas = BY_NAME[name], DEEP[name]
+    size = variant.key.head_dim
+    lengths = {"q_len": 300, "kv_len": 250 * ctas}
+    case = Case("rounds", **lengths, heads=3, kv_heads=3, head_dim=size, is_causal=True)
+    semantics = replace(case.semantics, deterministic=True)
+    problem = Problem.of(data(case, "bfloat16").operands, semantics)
+    settings = Emulation(variant.arch, num_sms=CLUSTERS * ctas, resident=resident)
+    results, _ = execute(Call("bwd", problem, settings), inputs_for(variant, case))
+    got = Results(**{**dict.fromkeys(Results._fields), **results})
+    assert_close(got, wanted(case, "bfloat16"), "bfloat16")
+
+
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize(("length", "is_long"), [(65408, False), (65536, True)])
 def test_tiles_over_many_keys_have_a_cta_each(length, is_long, mask):
