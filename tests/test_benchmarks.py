@@ -135,15 +135,27 @@ def test_times_of_kernels_alone_are_those_that_ncu_tells():
     assert kernel_times.durations(text) == [12.5, 1000250.0]
     number = len(kernel_times.POINTS)
     found = [[9.0, 5.0], [8.0, 7.0], [10.0, 4.0]] * number
-    times = kernel_times.times_of([x for call in found for x in call])
+    times = kernel_times.times_of([x for call in found for x in call], number)
     assert times == [kernel_times.Times(8.0, 14.0)] * number
     theirs = [kernel_times.Times(16.0, 7.0), *[kernel_times.Times(16.0, 28.0)] * (number - 1)]
-    shown = kernel_times.table(times, theirs)
-    assert "| 64 | 512 | full | 8 / 14 | 16 / 7 | 2.00 / 0.50 |" in shown
+    shown = kernel_times.table(kernel_times.POINTS, times, theirs)
+    assert "| 64 | 32:32 | 512 | full | 8 / 14 | 16 / 7 | 2.00 / 0.50 |" in shown
     assert "D = 64, both: geometric mean 1.782, least 0.500" in shown
     assert shown.endswith("D = 128, both: geometric mean 2.000, least 2.000")
     with pytest.raises(SystemExit, match="not as many for each point"):
-        kernel_times.times_of([1.0] * (3 * number + 1))
+        kernel_times.times_of([1.0] * (3 * number + 1), number)
+
+
+def test_the_share_of_skipped_work_that_is_gained_is_that_of_the_pairs():
+    whole = [kernel_times.Times(100.0, 400.0)] * 2
+    assert kernel_times.WHOLE[0].pairs() == 16384 * 16385 // 2
+    packed = [kernel_times.Times(60.0, 200.0)] * len(kernel_times.PACKED)
+    shown = kernel_times.skipped(kernel_times.PACKED, packed, whole)
+    # Half of the pairs are skipped, and 40 and 50 percent of the time are gained.
+    assert "| 64 | 8192 | all of its document | 60 / 200 | 0.500 | 0.800 / 1.000 |" in shown
+    point = kernel_times.WINDOWS[0]
+    distance = np.arange(point.length)
+    assert point.pairs() == np.minimum(distance + 1, point.window).sum()
 
 
 def test_devices_that_share_sequences_are_timed_against_one(capsys, tmp_path):

@@ -36,8 +36,10 @@ class MmaSyncForward:
         block_kv: keys per step.
         warps: warps of a CTA.
         row_tiles: tiles of 16 query rows that a warp owns; they share what it reads of K and V.
-        stages: blocks of keys, and of values, that shared memory holds. With one, keys are loaded
-            while values are multiplied, and vice versa.
+        stages: blocks of keys that shared memory holds, one or two. With one, keys are loaded while
+            values are multiplied.
+        value_stages: blocks of values that it holds, at most ``stages``. With one, values are
+            loaded while scores are computed.
         q_in_registers: query fragments stay in registers; else each step reads them again.
         packs_heads: query heads of a group share tiles where that saves tiles (``Packing``).
         branches_steps: a step has separate code for blocks that hide keys (general masks only).
@@ -48,6 +50,7 @@ class MmaSyncForward:
     warps: int = 4
     row_tiles: int = 2
     stages: int = 2
+    value_stages: int = 2
     q_in_registers: bool = False
     packs_heads: bool = False
     branches_steps: bool = False
@@ -77,9 +80,12 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     as the tensor core; with 32 rows it is half as busy. A thread's registers then hold D elements
     of O and ``block_kv`` scores: 128 + 64 with D = 128. D = 256 leaves room for 16 rows only.
 
-    99 KB of shared memory (what capabilities 8.6, 8.9 and 12.x have) hold Q and ``stages`` blocks
-    of K and V, in KB: D = 64: 16 + 2 * 16, two CTAs at a time; 96: 24 + 2 * 24; 128: 32 + 2 * 32;
-    192/128: 48 + 40; 256: 64 + 32.
+    An SM needs eight such warps, two CTAs: products of one CTA run beside exponentials of the other
+    (H200, sm_90 build, one CTA per SM against two, D = 96 and 128: 22 to 38 % slower). Registers
+    allow two; shared memory, with about 1 KB per CTA more than the tiles take, has to: 164 KB of
+    8.0, 100 KB of 8.6, 8.9 and 12.x. KB of Q, keys and values: D = 64: 16 + 16 + 16, two CTAs
+    everywhere; 96: 24 + 12 + 12, likewise; 128: 32 + 32 + 16, two on 8.0, and on 12.x 32 + 8 + 8,
+    two; 192/128: 48 + 18 + 12, two on 8.0. With D = 256, a CTA has eight warps, and 64 + 16 + 16.
     """
     packs_heads = key.is_split
     if key.has_bias:
@@ -93,27 +99,30 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
             branches_steps=key.mask == "general",
         )
     if key.head_dim <= 96:
-        return MmaSyncForward(64, packs_heads=packs_heads)
+        return _one_stage(64, packs_heads=packs_heads)
     # A general mask takes registers: with 64 keys per step, some spill. On 12.x, pairs of floats
     # spill earlier; products take four times as many cycles there as on an A100, so that smaller
     # steps cost less (DSL 4.8.1).
     is_general, is_small = key.mask == "general", key.arch == "sm_120"
     if key.head_dim <= 128:
-        block_kv = 48 if is_general else 32 if is_small else 64
-        # With split keys on 12.x, 56 bytes would spill at the higher level (DSL 4.8.1).
-        opt_level = 1 if is_small and key.is_split else 3
-        return MmaSyncForward(block_kv, packs_heads=packs_heads, opt_level=opt_level)
+        if is_small:
+            return _one_stage(32, packs_heads=packs_heads)
+        # At the higher level, 24 bytes spill (DSL 4.8.1).
+        return MmaSyncForward(
+            48 if is_general else 64,
+            value_stages=1,
+            packs_heads=packs_heads,
+            opt_level=3 if is_general else 1,
+        )
     if key.head_dim <= 192:
-        block_kv = 48 if is_general != is_small else 32 if is_general else 64
-        return MmaSyncForward(block_kv, stages=1, packs_heads=packs_heads)
-    return MmaSyncForward(
-        32,
-        warps=8,
-        row_tiles=1,
-        stages=1,
-        packs_heads=packs_heads,
-        opt_level=1 if is_general and is_small else 3,
-    )
+        return _one_stage(32 if is_general and is_small else 48, packs_heads=packs_heads)
+    opt_level = 1 if is_general and is_small else 3
+    return _one_stage(32, warps=8, row_tiles=1, packs_heads=packs_heads, opt_level=opt_level)
+
+
+def _one_stage(block_kv: int, **rest: Any) -> MmaSyncForward:
+    """A forward that holds one block of keys and one of values at a time."""
+    return MmaSyncForward(block_kv, stages=1, value_stages=1, **rest)
 
 
 def _forward_with_bias(key: KernelKey) -> MmaSyncForward:
@@ -121,9 +130,9 @@ def _forward_with_bias(key: KernelKey) -> MmaSyncForward:
     if key.head_dim <= 128:
         return MmaSyncForward(64, warps=8, row_tiles=1)
     if key.head_dim <= 192:
-        return MmaSyncForward(64, warps=8, row_tiles=1, stages=1)
+        return _one_stage(64, warps=8, row_tiles=1)
     opt_level = 1 if _carries_pairs(key) else 3
-    return MmaSyncForward(32, warps=8, row_tiles=1, stages=1, opt_level=opt_level)
+    return _one_stage(32, warps=8, row_tiles=1, opt_level=opt_level)
 
 
 @dataclass(frozen=True)
@@ -197,8 +206,8 @@ class MmaSyncBackward:
     Attributes:
         warps: warps of a CTA.
         row_tiles: tiles of 16 keys that a warp owns; they share what it reads of Q and dO.
-        stages: blocks of queries and of dO that shared memory holds. With one, each is loaded as
-            soon as its last product of a step is done.
+        stages: blocks of queries and of dO that shared memory holds. With one, both are loaded once
+            the last product of a step that reads either is done.
         parts: parts of a block of queries; their scores are computed one after the other.
         work_words: words of its work that a sweep reads from shared memory, not from registers.
         splits_columns: two warps own the same keys: each computes the scores of half of the queries
@@ -284,10 +293,10 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     many cycles, eight warps of 16 keys hide more latency.
 
     A thread holds a share of dK and dV, 128 elements with D = 64 and 128, and 32 elements each of
-    P and dP. KB of shared memory: D = 64: 32 for K and V, 32 for two blocks of Q and dO, 16 for
-    dS; 96: 24 + 24 + 16 for P and dS; 128: 32 + 32 + 16; 192/128: 40 + 40 + 16. With D = 256, dK
-    and dV of 16 keys are 256 elements of a thread, so one warp has dK and another dV: 64 + two
-    times 16 + 2 KB.
+    P and dP. KB of shared memory: D = 64: 32 for K and V, 16 for a block of Q and dO, 16 for dS;
+    96: 24 + 24 + 16 for P and dS; 128: 32 + 32 + 16; so far two CTAs on 8.0, see
+    ``mma_sync_forward``. 192/128: 40 + 40 + 16. With D = 256, dK and dV of 16 keys are 256 elements
+    of a thread, so one warp has dK and another dV: 64 + two times 16 + 2 KB.
     """
     adds_four, is_small = _capability(key) >= 90, key.arch == "sm_120"
     bias_parts = 2 if key.has_bias else 1
@@ -297,14 +306,13 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     if is_small and key.head_dim <= 96:
         return replace(plain, parts=bias_parts)
     if key.head_dim <= 64:
-        # At the higher level, 8 bytes spill with a soft cap (DSL 4.8.1).
+        # At the higher level, 8 bytes spill where nothing is masked (DSL 4.8.1).
         return replace(
             plain,
             warps=4,
             row_tiles=2,
-            stages=2,
             parts=2 * bias_parts,
-            opt_level=2 if key.has_soft_cap else 3,
+            opt_level=1 if key.mask == "full" else 3,
         )
     if key.head_dim > 192:
         return replace(plain, stages=2, parts=4, splits_results=True, num_consumers=2)

@@ -25,13 +25,16 @@ from jax_fa.spec.variants import VARIANTS
 KEY = KernelKey("sm_80", "bfloat16", 64, 64, "causal")
 FEW = replace(KEY, mask="general", is_split=True, is_few=True)
 COLUMNS = replace(KEY, head_dim=128, value_dim=128)
-"""Two warps share columns in its backward."""
+"""Two warps share columns in its backward; its forward has one stage of values."""
+ONE = replace(KEY, head_dim=96, value_dim=96)
+"""Its forward has one stage of keys and one of values."""
 WIDE = replace(KEY, head_dim=256, value_dim=256)
 """Of two warps, one computes dV and the other dK in its backward."""
 FOUR = replace(KEY, arch="sm_120")
 """Its backward adds four floats at a time."""
 BIASED = replace(KEY, mask="general", has_bias=True)
 OURS = [variant for variant in VARIANTS if variant.kernels == "mma_sync"]
+FORWARDS = {"fwd": KEY, "values": COLUMNS, "one": ONE}
 CASE = Case("growing", q_len=200, kv_len=260, heads=2, kv_heads=1, is_causal=True)
 """Two tiles of queries; ragged on both sides."""
 COLUMNS_CASE = replace(CASE, name="columns", q_len=130, kv_len=100, head_dim=128)
@@ -69,10 +72,50 @@ def test_every_plan_fits_the_smallest_gpu(variant):
     assert made.threads * 256 <= 65536
 
 
+KB = 1024
+AMPERE, SMALLEST = 164 * KB, 100 * KB
+"""Shared memory of an SM of 8.0, and of 8.6, 8.9 and 12.x; a CTA takes 1 KB beside its own."""
+
+
+@pytest.mark.parametrize(
+    ("operation", "head_dim", "value_dim", "capacity"),
+    [
+        ("fwd", 64, 64, SMALLEST),
+        ("fwd", 96, 96, SMALLEST),
+        ("fwd", 128, 128, AMPERE),
+        ("fwd", 192, 128, AMPERE),
+        ("bwd", 64, 64, AMPERE),
+        ("bwd", 96, 96, AMPERE),
+        ("bwd", 128, 128, AMPERE),
+    ],
+)
+def test_an_sm_holds_two_ctas_of_four_warps(operation, head_dim, value_dim, capacity):
+    """Else a scheduler has one warp, which waits for products and exponentials in turn."""
+    found = [
+        plan_of(variant)
+        for variant in OURS
+        if (variant.operation, variant.key.head_dim) == (operation, head_dim)
+        and variant.key.arch == "sm_80"
+        and not (variant.key.is_few or variant.key.has_bias)
+    ]
+    assert found
+    for made in found:
+        assert made.threads == 128
+        assert 2 * (-(-made.smem_bytes // KB) + 1) * KB <= capacity
+
+
+def test_small_gpus_of_12_hold_two_ctas_with_heads_of_128():
+    key = replace(KEY, arch="sm_120", head_dim=128, value_dim=128)
+    made = plan.forward_plan(key, choose_forward(key))
+    assert 2 * (-(-made.smem_bytes // KB) + 1) * KB <= SMALLEST
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"stages": 3}, "bytes of smem of 101376"),
+        ({"block_kv": 96}, "bytes of smem of 101376"),
+        ({"stages": 3}, "1 stages of values, 3 of keys"),
+        ({"stages": 1, "value_stages": 2}, "2 stages of values, 1 of keys"),
         ({"block_kv": 24}, "128 threads do not share 24 rows evenly"),
         ({"warps": 3}, "warpgroups"),
     ],
@@ -114,6 +157,8 @@ def faultless(tmp_path_factory):
     kinds = {
         "few": ("mma_sync.few", FEW, choose_forward(FEW)),
         "fwd": ("mma_sync.fwd", KEY, choose_forward(KEY)),
+        "values": ("mma_sync.fwd", COLUMNS, choose_forward(COLUMNS)),
+        "one": ("mma_sync.fwd", ONE, choose_forward(ONE)),
         "bwd": ("mma_sync.bwd", KEY, choose_backward(KEY)),
         "columns": ("mma_sync.bwd", COLUMNS, choose_backward(COLUMNS)),
         "wide": ("mma_sync.bwd", WIDE, choose_backward(WIDE)),
@@ -123,9 +168,9 @@ def faultless(tmp_path_factory):
     return {name: prebuilt(tmp_path_factory.mktemp(name), *kind) for name, kind in kinds.items()}
 
 
-def growing():
+def growing(head_dim):
     """Operands whose scores grow along the way, so that maxima are raised by much."""
-    operands = make(CASE, "bfloat16").operands
+    operands = make(replace(CASE, head_dim=head_dim), "bfloat16").operands
     operands.k[:, :128] *= 32
     return operands
 
@@ -142,12 +187,12 @@ def check(operation, built):
                 given = test_bias.given_of(biased)
                 got = test_bias.call(built, operation, given, options=options)
                 test_bias.check(got, given)
-        elif operation != "fwd":
+        elif operation not in FORWARDS:
             case = {"columns": COLUMNS_CASE, "wide": WIDE_CASE}.get(operation, CASE)
             got, wanted, *_ = call(built, case, options=options)
             assert_close(got, wanted, "bfloat16")
         else:
-            operands = growing()
+            operands = growing(FORWARDS[operation].head_dim)
             got = run(built, operands, CASE.semantics, num_splits=1, seed=1, options=options)
             assert_close(got, tolerance(operands, CASE.semantics), "bfloat16")
 
@@ -189,6 +234,19 @@ FAULTS = {
     "fwd-one lane's maximum stands for the row": (
         "fwd",
         lambda t: everywhere(r"(shfl\.sync\.bfly\.b32[^;]*), 2, 31,", r"\1, 0, 31,", t),
+    ),
+    "values-masked keys are not awaited": ("values", lambda t: without(WAIT, 0, t)),
+    "values-masked values are not awaited": ("values", lambda t: without(WAIT, 1, t)),
+    "values-keys are not awaited": ("values", lambda t: without(WAIT, 2, t)),
+    "values-values are not awaited": ("values", lambda t: without(WAIT, 3, t)),
+    "values-keys of other warps are not awaited": ("values", lambda t: without(BARRIER, 2, t)),
+    "values-values of other warps are not awaited": ("values", lambda t: without(BARRIER, 3, t)),
+    "one-keys are not awaited": ("one", lambda t: without(WAIT, 2, t)),
+    "one-values are not awaited": ("one", lambda t: without(WAIT, 3, t)),
+    "one-keys of other warps are not awaited": ("one", lambda t: without(BARRIER, 2, t)),
+    "one-values of other warps are not awaited, keys replaced": (
+        "one",
+        lambda t: without(BARRIER, 3, t),
     ),
     "bwd-queries are not awaited": ("bwd", lambda t: without(WAIT, 0, t)),
     "bwd-queries of other warps are not awaited": ("bwd", lambda t: without(BARRIER, 2, t)),
@@ -242,7 +300,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("operation", ["few", "fwd", "bwd", "columns", "wide", "four", "dbias"])
+@pytest.mark.parametrize("operation", ["few", *FORWARDS, "bwd", "columns", "wide", "four", "dbias"])
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @needs_dsl
 @needs_compiler

@@ -243,7 +243,8 @@ def add_rows(
         # they spill.
         for part in cutlass.range(config.parts // config.loads, unroll=1):
             add_part(variant, x, [one._replace(part=part) for one in c], work, now)
-    # HAZARD: P and dS of all warps are in shared memory, and no warp reads Q or dO any more.
+    # HAZARD: P and dS of all warps are in shared memory. Unless warps share columns, no warp reads
+    # Q or dO any more.
     cute.arch.sync_threads()
     if const_expr(config.splits_columns):
         add_other(variant, x, c, "dk", now)

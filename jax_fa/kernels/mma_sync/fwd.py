@@ -1,11 +1,13 @@
 """Forward by mma.sync: out = softmax(mask(scale q k^T)) v, and its log-sum-exp, in one pass.
 
-    two stages   | wait k(n), v(n); barrier; load k(n-1), v(n-1); S softmax PV | wait k(n-1) ...
-    one stage    | wait k(n); barrier; load v(n); S; wait v(n); barrier; load k(n-1); softmax PV |
+    two, two | wait k(n), v(n); barrier; load k(n-1), v(n-1); S softmax PV | wait k(n-1) ...
+    two, one | wait k(n); barrier; load v(n), k(n-1); S softmax; wait v(n); barrier; PV |
+    one, one | wait k(n); barrier; load v(n); S; wait v(n); barrier; load k(n-1); softmax PV |
 
-Key blocks are visited newest first. All warps do the same, each for its own query rows: all of them
-load a block together, all of them read it, and loads run during products. Products, exponentials
-and loads of one warp overlap with those of others; nothing else is needed, since mma.sync leaves
+The two words count the stages of keys and of values. Key blocks are visited newest first. All warps
+do the same, each for its own query rows: all of them load a block together, all of them read it,
+and loads run during products. Products, exponentials and loads of one warp overlap with those of
+others, those of a second CTA on the same SM included; nothing else is needed, since mma.sync leaves
 the warp scheduler free (FlashAttention-2, Dao, arXiv:2307.08691). Memory: ``plan.py``; conventions:
 ``jax_fa/spec/problem.py``.
 """
@@ -79,16 +81,16 @@ def kernel(
     variant: cutlass.Constexpr, arrays: Arrays, scalars: Scalars, order: tiles.Order, packing: Any
 ) -> None:
     """Device entry: shared memory, and the tile of the CTA."""
-    layout, stages, dtype = tiles_of(variant), variant.config.stages, variant.dtype
+    layout, config, dtype = tiles_of(variant), variant.config, variant.dtype
 
     @cute.struct
     class Storage:
         q: cute.struct.Align[cute.struct.MemRange[dtype, layout.q.elements], ALIGNMENT_BYTES]
         k: cute.struct.Align[
-            cute.struct.MemRange[dtype, stages * layout.k.elements], ALIGNMENT_BYTES
+            cute.struct.MemRange[dtype, config.stages * layout.k.elements], ALIGNMENT_BYTES
         ]
         v: cute.struct.Align[
-            cute.struct.MemRange[dtype, stages * layout.v.elements], ALIGNMENT_BYTES
+            cute.struct.MemRange[dtype, config.value_stages * layout.v.elements], ALIGNMENT_BYTES
         ]
         found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
 
@@ -148,9 +150,9 @@ class Place(NamedTuple):
     hides: Boolean
 
 
-def stage_of(variant: Variant, at: Place) -> Int32:
-    """Returns the stage that holds the block of ``at``."""
-    return at.remaining & (variant.config.stages - 1)  # stages are one or two
+def stage_of(stages: int, at: Place) -> Int32:
+    """Returns which of one or two stages holds the block of ``at``."""
+    return at.remaining & (stages - 1)
 
 
 @cute.jit
@@ -160,7 +162,7 @@ def load_k(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place)
     load_rows(
         variant,
         tile,
-        x.smem.k + stage_of(variant, at) * tile.size_bytes,
+        x.smem.k + stage_of(variant.config.stages, at) * tile.size_bytes,
         x.arrays.k,
         work,
         at.block,
@@ -174,7 +176,7 @@ def load_v(variant: cutlass.Constexpr, x: ForwardContext, work: Work, at: Place)
     load_rows(
         variant,
         tile,
-        x.smem.v + stage_of(variant, at) * tile.size_bytes,
+        x.smem.v + stage_of(variant.config.value_stages, at) * tile.size_bytes,
         x.arrays.v,
         work,
         at.block,
@@ -191,7 +193,7 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
         at = Place(newest, work.num_blocks, next_hides_pairs(variant, x, work.blocks, newest))
         load_queries(variant, x, tiles_of(variant).q, x.smem.q, x.arrays.q, work)
         load_k(variant, x, work, at)
-        if const_expr(variant.config.stages > 1):
+        if const_expr(variant.config.value_stages > 1):
             load_v(variant, x, work, at)
         cute.arch.cp_async_commit_group()
         for i in cutlass.range_constexpr(len(rows)):
@@ -261,33 +263,44 @@ def step(
 
     ``hides`` says whether the block hides keys; ``queries`` is what ``fetch_q`` returned, or None.
     """
-    stages, block = variant.config.stages, below(variant, x, at.block)
+    config, block = variant.config, below(variant, x, at.block)
     following = Place(block, at.remaining - 1, next_hides_pairs(variant, x, work.blocks, block))
     cute.arch.cp_async_wait_group(0)
     # HAZARD: all threads' copies of this block have arrived, and all warps are done with the
     # previous block, which the next copies overwrite.
     cute.arch.sync_threads()
-    if const_expr(stages > 1):
+    if const_expr(config.value_stages == 1):
+        load_v(variant, x, work, at)
+        cute.arch.cp_async_commit_group()
+    if const_expr(config.stages > 1):
         if following.remaining > 0:
             load_k(variant, x, work, following)
-            load_v(variant, x, work, following)
-    else:
-        load_v(variant, x, work, at)
-    cute.arch.cp_async_commit_group()
+            if const_expr(config.value_stages > 1):
+                load_v(variant, x, work, following)
+        cute.arch.cp_async_commit_group()
     if const_expr(variant.key.has_bias):
         for i in cutlass.range_constexpr(len(rows)):
             variant.bias.load(variant, x, anew(rows[i]), work, at.block, rows[i].bias)
-    multiply_qk(variant, x, rows, queries, stage_of(variant, at))
-    if const_expr(stages == 1):
-        cute.arch.cp_async_wait_group(0)
-        # HAZARD: the values have arrived, and no warp reads these keys any more.
-        cute.arch.sync_threads()
+    multiply_qk(variant, x, rows, queries, stage_of(config.stages, at))
+    if const_expr(config.stages == 1):
+        await_values(0)
+        # All warps have met, so none reads these keys any more.
         if following.remaining > 0:
             load_k(variant, x, work, following)
         cute.arch.cp_async_commit_group()
     to_probabilities(variant, x, rows, work, at.block, hides)
-    multiply_pv(variant, x, rows, stage_of(variant, at))
+    if const_expr(config.stages > config.value_stages):
+        await_values(1)
+    multiply_pv(variant, x, rows, stage_of(config.value_stages, at))
     return following
+
+
+@cute.jit
+def await_values(later: cutlass.Constexpr[int]) -> None:
+    """Waits for all threads' copies but those of the ``later`` last groups."""
+    cute.arch.cp_async_wait_group(later)
+    # HAZARD: a thread waits for its own copies only, and reads those of all others.
+    cute.arch.sync_threads()
 
 
 @cute.jit

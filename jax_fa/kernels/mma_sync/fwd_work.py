@@ -30,7 +30,7 @@ class ForwardSmem(NamedTuple):
 
     q: Int32
     k: Int32  # of the first of ``stages``
-    v: Int32  # of the first of ``stages``
+    v: Int32  # of the first of ``value_stages``
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
 

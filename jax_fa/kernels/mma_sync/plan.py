@@ -39,7 +39,7 @@ def forward_plan(key: KernelKey, config: MmaSyncForward) -> Plan:
         buffers=(
             Buffer("q", q.size_bytes),
             Buffer("k", k.size_bytes * config.stages),
-            Buffer("v", v.size_bytes * config.stages),
+            Buffer("v", v.size_bytes * config.value_stages),
             Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask say of a tile
             Buffer("out", out.size_bytes, "q", "a warp's rows of q are dead after its last S"),
         ),
@@ -47,6 +47,8 @@ def forward_plan(key: KernelKey, config: MmaSyncForward) -> Plan:
     )
     check(plan)
     check_groups(config.warps)
+    if not 1 <= config.value_stages <= config.stages <= 2:
+        raise PlanError(f"{config.value_stages} stages of values, {config.stages} of keys")
     if plan.smem_bytes > SMEM_CAPACITY_BYTES:
         raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
     if out.width != q.width:
