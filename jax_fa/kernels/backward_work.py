@@ -16,13 +16,19 @@ There are two orders, and ``ascends`` chooses:
 * Steps descend, as in other runs, and the first key block comes first. The key blocks of a head
   read the same queries at about the same time, and each waits for the one before it.
 CTAs take rounds of whole heads, so that each has the same place in all of them. Under a causal mask
-the two orders take turns: who had the longest tile has the shortest in the next round. Where rounds
-would leave many CTAs idle, each CTA has one tile. (H200, causal, forward + backward against any
-order, us, before with one tile per CTA: D = 64, 32 heads, 16 x 1024 tokens 784, 793, 1196;
-2 x 8192 3660, 3860, 4292; D = 128, 16 heads, 663, 701, 792 and 3204, 3348, 3504.) If query heads
-share keys, all steps descend, with one tile per CTA, in bands of many heads, so that few key blocks
-of a head are under way at a time: ``TILES_IN_TURN``. General masks ascend: with a choice they
-spill.
+the two orders alternate: who had the longest tile has the shortest in the next round. Where rounds
+would leave many CTAs idle, each CTA has one tile. If query heads share keys, all steps descend,
+each CTA has one tile, and bands have many heads, so that few key blocks of a head are under way at
+a time: ``TILES_IN_TURN``. General masks ascend: with a choice they spill.
+
+Forward + backward, causal, H200, microseconds:
+
+    heads, tokens               any order    in turns, rounds    in turns, one tile per CTA
+    D = 64, 32, 16 x 1024             784                 793                          1196
+                 2 x 8192            3660                3860                          4292
+    D = 128, 16, 16 x 1024            663                 701                           792
+                  2 x 8192           3204                3348                          3504
+
 HAZARD: a tile waits only for tiles of CTAs of a lower index, which the hardware starts no later,
 and for earlier tiles of its own CTA. So no tile waits for one that cannot start, however few CTAs
 the GPU holds at a time. Rounds of persistent CTAs obey this if a round holds whole heads. So if a
