@@ -47,6 +47,11 @@ class Point(NamedTuple):
     window: int = 0
     is_packed: bool = False
 
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.heads // self.group
+
     def pairs(self) -> int:
         """Visible pairs of query and key, of a causal mask, in all sequences of a head."""
         seen = min(self.window or self.length, self.length)
@@ -88,7 +93,6 @@ def run_jax_fa(points: Sequence[Point]) -> None:
 
     for point in points:
         size = (TOKENS // point.length, point.length)
-        kv_heads = point.heads // point.group
         options: dict[str, Any] = {"is_causal": point.is_causal}
         attend = jax_fa.attention
         if point.window:
@@ -99,7 +103,7 @@ def run_jax_fa(points: Sequence[Point]) -> None:
             attend, size = jax_fa.attention_varlen, (TOKENS,)
         x = [
             jax.random.normal(jax.random.key(i), (*size, heads, point.head_dim), jnp.bfloat16)
-            for i, heads in enumerate((point.heads, kv_heads, kv_heads, point.heads))
+            for i, heads in enumerate((point.heads, point.kv_heads, point.kv_heads, point.heads))
         ]
         attend = functools.partial(attend, **options)
         differentiate = jax.jit(lambda *x, attend=attend: jax.vjp(attend, *x[:3])[1](x[3]))
@@ -114,14 +118,13 @@ def run_torch(points: Sequence[Point]) -> None:
     from torch.nn.functional import scaled_dot_product_attention
 
     for point in points:
-        kv_heads = point.heads // point.group
         x: Any = [
             torch.randn(
                 (TOKENS // point.length, heads, point.length, point.head_dim),
                 device="cuda",
                 dtype=torch.bfloat16,
             )
-            for heads in (point.heads, kv_heads, kv_heads, point.heads)
+            for heads in (point.heads, point.kv_heads, point.kv_heads, point.heads)
         ]
         for operand in x[:3]:
             operand.requires_grad_()
@@ -148,6 +151,10 @@ class Times(NamedTuple):
 
     forward: float
     both: float
+
+    def shown(self, form: str) -> str:
+        """Both in a cell of a table, as ``format`` writes each in ``form``."""
+        return " / ".join(format(value, form) for value in self)
 
 
 def times_of(found: Sequence[float], number: int) -> list[Times]:
@@ -179,11 +186,9 @@ def table(points: Sequence[Point], ours: Sequence[Times], theirs: Sequence[Times
         for own, other in zip(ours, theirs, strict=True)
     ]
     for point, own, other, ratio in zip(points, ours, theirs, ratios, strict=True):
-        heads = f"{point.heads}:{point.heads // point.group}"
         mask = "causal" if point.is_causal else "full"
-        cells = [f"{point.head_dim}", heads, f"{point.length}", mask]
-        cells += [f"{times.forward:.0f} / {times.both:.0f}" for times in (own, other)]
-        cells += [f"{ratio.forward:.2f} / {ratio.both:.2f}"]
+        cells = [f"{point.head_dim}", f"{point.heads}:{point.kv_heads}", f"{point.length}", mask]
+        cells += [own.shown(".0f"), other.shown(".0f"), ratio.shown(".2f")]
         lines.append(f"| {' | '.join(cells)} |")
     by_size = itertools.groupby(zip(points, ratios, strict=True), lambda pair: pair[0].head_dim)
     for head_dim, pairs in by_size:
@@ -207,18 +212,11 @@ def skipped(points: Sequence[Point], ours: Sequence[Times], whole: Sequence[Time
     of_size = dict(zip([point.head_dim for point in WHOLE], whole, strict=True))
     for point, own in zip(points, ours, strict=True):
         share = point.pairs() / WHOLE[0].pairs()
-        gained = [
-            (most - time) / (most * (1 - share))
-            for time, most in zip(own, of_size[point.head_dim], strict=True)
-        ]
+        most = of_size[point.head_dim]
+        gained = Times(*((1 - a / b) / (1 - share) for a, b in zip(own, most, strict=True)))
         keys = f"{point.window}" if point.window else "all of its document"
-        cells = [
-            f"{point.head_dim}",
-            f"{point.length}",
-            keys,
-            f"{own.forward:.0f} / {own.both:.0f}",
-        ]
-        cells += [f"{share:.3f}", " / ".join(f"{x:.3f}" for x in gained)]
+        cells = [f"{point.head_dim}", f"{point.length}", keys, own.shown(".0f")]
+        cells += [f"{share:.3f}", gained.shown(".3f")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
