@@ -26,10 +26,6 @@ from jax_fa.kernels.primitives import Extents, dense, dense_stats
 from jax_fa.spec import backward_division
 from jax_fa.spec.band import UNBOUNDED, ceil_div
 
-ROUND_SHARE = 8
-"""In a deterministic run, rounds of whole heads leave at most one in so many CTAs idle; else each
-CTA has one tile: Note [Turns] in ``backward_work.py``."""
-
 
 class BackwardCall(NamedTuple):
     """Arguments of the main kernel of a backward.
@@ -134,7 +130,7 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid
     splits = scalars.splits
     swept_bytes = backward_work.bytes_per_head(variant, call.queries.length, scalars.group)
     if const_expr(variant.key.mask == "causal"):
-        if (scalars.deterministic != 0) & (scalars.group > 1):
+        if (scalars.deterministic != 0) & ~backward_work.takes_rounds(scalars):
             # Bands of many heads, whatever the cache holds.
             heads_per_band = cutlass.max(num_sms // backward_work.TILES_IN_TURN, 1)
             swept_bytes = tiles.L2_BUDGET_BYTES // heads_per_band
@@ -152,10 +148,11 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid
         num_ctas = num_tiles
     elif scalars.deterministic != 0:
         num_ctas = num_sms // num_kv_blocks * num_kv_blocks
-        if num_ctas * ROUND_SHARE < num_sms * (ROUND_SHARE - 1):
+        share = backward_work.ROUND_SHARE
+        if num_ctas * share < num_sms * (share - 1):
             num_ctas = num_tiles
         if const_expr(variant.key.mask == "causal"):
-            if scalars.group > 1:
+            if ~backward_work.takes_rounds(scalars):
                 num_ctas = num_tiles
         num_ctas = cutlass.min(num_ctas, num_tiles)
     return tiles.Grid(order, num_ctas * ctas)

@@ -50,6 +50,8 @@ from jax_fa.spec.band_of_keys import last_kv_block, q_blocks
 
 TILES_IN_TURN = 4
 """Key blocks of a head that are under way at a time where steps descend in turns."""
+ROUND_SHARE = 8
+"""Rounds of whole heads leave at most one in so many CTAs idle; else each CTA has one tile."""
 
 
 class Tma(NamedTuple):
@@ -162,7 +164,7 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
         tile = tiles.longest_first(x.order, slot, ctas)
         if x.scalars.deterministic != 0:
             tile = tiles.one_per_cta(x.order, slot, ctas)
-            if x.scalars.group == 1:
+            if takes_rounds(x.scalars):
                 tile = tiles.row_order(x.order, slot, ctas)
     if const_expr(variant.is_general):
         tile = tiles.one_per_cta(x.order, slot, ctas)
@@ -368,8 +370,13 @@ def ascends(variant: Any, scalars: Scalars, slot: Int32) -> Boolean:
     """Whether steps ascend in a CTA's tile at position ``slot``: Note [Turns]."""
     in_turn = scalars.deterministic != 0
     if variant.key.mask == "causal":
-        return in_turn & (scalars.group == 1) & (slot % 2 == 0)
+        return in_turn & takes_rounds(scalars) & (slot % 2 == 0)
     return in_turn
+
+
+def takes_rounds(scalars: Scalars) -> Boolean:
+    """Whether CTAs take rounds in a deterministic run under a causal mask: Note [Turns]."""
+    return scalars.group == 1
 
 
 def bytes_per_head(variant: Any, q_len: Int32, group: Int32) -> Int32:

@@ -42,7 +42,7 @@ _MODELLED_EXPONENTIALS = 16
 # from D = 128 on there is little or nothing to gain.
 _UNPAIRED_POLYNOMIALS = {64: 28, 96: 28, 128: 8, 192: 0, 256: 0}
 """The same on GPUs without paired operations, under any mask."""
-_BLACKWELL_REGISTERS = {"full": (192, 80, 48), "causal": (200, 64, 48), "general": (192, 72, 56)}
+_UNMASKED_REGISTERS, _MASKED_REGISTERS = (192, 80, 48), (200, 64, 48)
 """Of the softmax roles, correction and the others. The first is the least that spills nothing."""
 _WIDE_REGISTERS = (208, 152, 144)
 """The same where there is one softmax role, so that no role is short of registers."""
@@ -87,7 +87,8 @@ def blackwell_forward(key: KernelKey) -> BlackwellForward:
     ctas = 2 if key.mask == "full" and key.head_dim in _PAIRED_HEADS else 1
     if key.value_dim > 128:
         return BlackwellForward(polynomials, *_WIDE_REGISTERS, ctas, block_q=128)
-    return BlackwellForward(polynomials, *_BLACKWELL_REGISTERS[key.mask], ctas)
+    registers = _UNMASKED_REGISTERS if key.mask == "full" else _MASKED_REGISTERS
+    return BlackwellForward(polynomials, *registers, ctas)
 
 
 @dataclass(frozen=True)

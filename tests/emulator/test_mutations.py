@@ -141,6 +141,22 @@ SOURCE_FAULTS = (
         r"warp 12 .* waits for phase with parity 0 .* 4 of 4 arrivals",
     ),
     Fault(
+        "both softmax roles take the barriers of one query tile",
+        "sm100/shell.py",
+        "distance * tile",
+        "0 * tile",
+        AsyncHazardError,
+        r"tcgen05.ld.* reads TMEM lane \d+ column \d+ while the tcgen05.mma.* warp 12 .* may still",
+    ),
+    Fault(
+        "the barriers of the other query tile are sought one further",
+        "sm100/shell.py",
+        "distance * tile",
+        "(distance + 1) * tile",
+        DeadlockError,
+        "no warp can run",
+    ),
+    Fault(
         "O is not rescaled",
         SOFTMAX,
         "cute.arch.vote_any_sync(shrink < 1.0)",

@@ -283,20 +283,20 @@ def step(
             variant.bias.load(variant, x, anew(rows[i]), work, at.block, rows[i].bias)
     multiply_qk(variant, x, rows, queries, stage_of(config.stages, at))
     if const_expr(config.stages == 1):
-        await_values(0)
+        await_copies(0)
         # All warps have met, so none reads these keys any more.
         if following.remaining > 0:
             load_k(variant, x, work, following)
         cute.arch.cp_async_commit_group()
     to_probabilities(variant, x, rows, work, at.block, hides)
     if const_expr(config.stages > config.value_stages):
-        await_values(1)
+        await_copies(1)
     multiply_pv(variant, x, rows, stage_of(config.value_stages, at))
     return following
 
 
 @cute.jit
-def await_values(later: cutlass.Constexpr[int]) -> None:
+def await_copies(later: cutlass.Constexpr[int]) -> None:
     """Waits for all threads' copies but those of the ``later`` last groups."""
     cute.arch.cp_async_wait_group(later)
     # HAZARD: a thread waits for its own copies only, and reads those of all others.

@@ -121,10 +121,10 @@ def kernel(
         },
         ds_parts=primitives.smem_tensor(storage.ds, layouts.ds_parts) if is_pair else None,
     )
-    warp, ends, tmem = shell.start(variant, tma, control, TMEM_ROLE)
+    warp, rings, tmem = shell.start(variant, tma, control, TMEM_ROLE)
     x = BackwardContext(tma, arrays, scratch, scalars, order, smem, tmem, lone_tma)
     shell.narrow(variant, x, narrow_rows)
-    _dispatch(variant, x, warp, ends)
+    _dispatch(variant, x, warp, rings)
 
 
 class Roles(NamedTuple):
@@ -153,30 +153,30 @@ def _roles(variant: BackwardVariant) -> Roles:
 
 
 @cute.jit
-def _dispatch(variant: cutlass.Constexpr, x: BackwardContext, warp: Int32, ends: shell.AllEnds):
+def _dispatch(variant: cutlass.Constexpr, x: BackwardContext, warp: Int32, rings: shell.Rings):
     """Sends every warp to its role, with the registers and the ends of edges that the role has."""
     plan, first = variant.plan, {role.name: role.warps.start for role in variant.plan.roles}
     # setmaxnreg works on whole warpgroups, so the four single warps share a register count.
     if warp < first["mma"]:
         if warp < first["compute"]:
             cute.arch.setmaxregister_increase(plan.role("reduce").registers)
-            reduce(variant, x, shell.pipes_of(plan, "reduce", ReducePipes, ends))
+            reduce(variant, x, shell.pipes_of(plan, "reduce", ReducePipes, rings))
         else:
             cute.arch.setmaxregister_increase(plan.role("compute").registers)
-            compute(variant, x, shell.pipes_of(plan, "compute", ComputePipes, ends))
+            compute(variant, x, shell.pipes_of(plan, "compute", ComputePipes, rings))
         shell.free_tmem(variant, x.tmem, warp, TMEM_ROLE)
     else:
         cute.arch.setmaxregister_decrease(plan.role("mma").registers)
         if warp == first["mma"]:
             if clusters.rank_in_cluster(plan.ctas) == tensor_plan.LEADER:
-                mma_pipes = shell.pipes_of(plan, "mma", _roles(variant).mma_pipes, ends)
+                mma_pipes = shell.pipes_of(plan, "mma", _roles(variant).mma_pipes, rings)
                 _roles(variant).mma(variant, x, mma_pipes)
         elif warp == first["load"]:
-            load_pipes = shell.pipes_of(plan, "load", _roles(variant).load_pipes, ends)
+            load_pipes = shell.pipes_of(plan, "load", _roles(variant).load_pipes, rings)
             _roles(variant).load(variant, x, load_pipes)
         if const_expr(plan.ctas == 2):
             if warp == first["relay"]:
-                relay_pipes = shell.pipes_of(plan, "relay", bwd_pair.RelayPipes, ends)
+                relay_pipes = shell.pipes_of(plan, "relay", bwd_pair.RelayPipes, rings)
                 bwd_pair.relay(variant, x, relay_pipes)
 
 

@@ -28,7 +28,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from jax_fa.kernels import primitives, tiles
+from jax_fa.kernels import edges, primitives, tiles
 from jax_fa.kernels.forward_host import (
     ForwardCall,
     forward_arrays,
@@ -110,35 +110,31 @@ def kernel(
         zero_fill=control.zero_fill,
         found=control.found,
     )
-    warp, ends, tmem = shell.start(variant, tma, control, TMEM_ROLE)
+    warp, rings, tmem = shell.start(variant, tma, control, TMEM_ROLE)
     x = ForwardContext(tma, arrays, scalars, order, packing, granules, smem, tmem)
     shell.narrow(variant, x, narrow_keys)
-    _dispatch(variant, x, warp, ends)
+    _dispatch(variant, x, warp, rings)
 
 
 @cute.jit
-def _dispatch(variant: cutlass.Constexpr, x: ForwardContext, warp: Int32, ends: shell.AllEnds):
+def _dispatch(variant: cutlass.Constexpr, x: ForwardContext, warp: Int32, rings: shell.Rings):
     """Sends every warp to its role, with the registers and the ends of edges of that role."""
     plan, first = variant.plan, {role.name: role.warps.start for role in variant.plan.roles}
-    is_alone = tiling(variant.key, variant.config).q_tiles == 1
     # setmaxnreg works on warpgroups: the four single warps share a value.
     if warp < first["correction"]:
         cute.arch.setmaxregister_increase(plan.role("softmax0").registers)
-        softmax0 = shell.pipes_of(plan, "softmax0", fwd_softmax.SoftmaxPipes, ends, 0)
-        if const_expr(is_alone):
-            fwd_softmax.softmax_role(variant, x, 0, softmax0)
-        elif warp < first["softmax1"]:
-            fwd_softmax.softmax_role(variant, x, 0, softmax0)
-        else:
-            softmax1 = shell.pipes_of(plan, "softmax1", fwd_softmax.SoftmaxPipes, ends, 1)
-            fwd_softmax.softmax_role(variant, x, 1, softmax1)
+        # The softmax roles run the same instructions, which halves their share of the code.
+        tile = warp // edges.WARPS_PER_GROUP
+        of_tile = shell.rings_of_tile(plan, rings, tile)
+        softmax = shell.pipes_of(plan, "softmax0", fwd_softmax.SoftmaxPipes, of_tile, 0)
+        fwd_softmax.softmax_role(variant, x, tile, softmax)
     elif warp < first["mma"]:
         cute.arch.setmaxregister_decrease(plan.role("correction").registers)
-        of_tiles = _pipes_by_tile(variant, "correction", fwd_softmax.CorrectionTilePipes, ends)
+        of_tiles = _pipes_by_tile(variant, "correction", fwd_softmax.CorrectionTilePipes, rings)
         fwd_softmax.correction(
             variant,
             x,
-            shell.pipes_of(plan, "correction", fwd_softmax.CorrectionPipes, ends),
+            shell.pipes_of(plan, "correction", fwd_softmax.CorrectionPipes, rings),
             of_tiles,
         )
         shell.free_tmem(variant, x.tmem, warp, TMEM_ROLE)
@@ -146,23 +142,23 @@ def _dispatch(variant: cutlass.Constexpr, x: ForwardContext, warp: Int32, ends: 
         cute.arch.setmaxregister_decrease(plan.role("mma").registers)
         if warp == first["mma"]:
             if clusters.rank_in_cluster(plan.ctas) == tensor_plan.LEADER:
-                of_tiles = _pipes_by_tile(variant, "mma", roles.ForwardMmaTilePipes, ends)
+                of_tiles = _pipes_by_tile(variant, "mma", roles.ForwardMmaTilePipes, rings)
                 roles.mma(
-                    variant, x, shell.pipes_of(plan, "mma", roles.ForwardMmaPipes, ends), of_tiles
+                    variant, x, shell.pipes_of(plan, "mma", roles.ForwardMmaPipes, rings), of_tiles
                 )
         elif warp == first["store"]:
             if const_expr(not variant.is_split):
-                roles.store(variant, x, shell.pipes_of(plan, "store", roles.StorePipes, ends))
+                roles.store(variant, x, shell.pipes_of(plan, "store", roles.StorePipes, rings))
         elif warp == first["load"]:
-            roles.load(variant, x, shell.pipes_of(plan, "load", roles.ForwardLoadPipes, ends))
+            roles.load(variant, x, shell.pipes_of(plan, "load", roles.ForwardLoadPipes, rings))
 
 
 def _pipes_by_tile(
-    variant: Variant, role: str, bundle: type, ends: shell.AllEnds
+    variant: Variant, role: str, bundle: type, rings: shell.Rings
 ) -> tuple[NamedTuple, ...]:
     """The ends that ``role`` holds for each query tile."""
     tiles_of_cta = range(tiling(variant.key, variant.config).q_tiles)
-    return tuple(shell.pipes_of(variant.plan, role, bundle, ends, i) for i in tiles_of_cta)
+    return tuple(shell.pipes_of(variant.plan, role, bundle, rings, i) for i in tiles_of_cta)
 
 
 def make_entry(key: KernelKey, config: BlackwellForward) -> Callable:

@@ -257,10 +257,13 @@ def _make_products(variant: Variant, x: ForwardContext) -> Products:
     )
 
 
-def scores_at(variant: Variant, name: str, index: int, stage: Int32) -> Int32 | int:
-    """The first column of "s" or "p" of a query tile, at ``stage`` of its edge s."""
-    first = variant.plan.columns(f"{name}{index}").start
-    return first if tiling_of(variant).s_stages == 1 else first + stage * variant.config.block_kv
+def scores_at(variant: Variant, name: str, index: Int32 | int, stage: Int32) -> Int32:
+    """The first column of "s" or "p" of a query tile, at ``stage`` of its edge s.
+
+    The blocks of S in tensor memory are one of each query tile, or two stages of a single tile.
+    """
+    number = index if tiling_of(variant).s_stages == 1 else stage
+    return variant.plan.columns(f"{name}0").start + number * variant.config.block_kv
 
 
 @cute.jit

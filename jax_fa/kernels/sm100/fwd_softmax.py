@@ -48,7 +48,7 @@ in the backward. It is coarse enough to add to a share of exponents exactly (``r
 
 @cute.jit
 def blocks_of_rows(
-    variant: cutlass.Constexpr, x: ForwardContext, work: Work, index: cutlass.Constexpr[int]
+    variant: cutlass.Constexpr, x: ForwardContext, work: Work, index: Int32
 ) -> Blocks:
     """The blocks of ``work``, with the "full" range of query tile ``index`` alone."""
     block_kv = variant.config.block_kv
@@ -83,7 +83,7 @@ def _first_thread() -> Int32:
 
 
 def _loads_of_s(
-    variant: Variant, x: ForwardContext, index: int, stage: Int32, thread: Int32
+    variant: Variant, x: ForwardContext, index: Int32, stage: Int32, thread: Int32
 ) -> umma.TmemCopy:
     """Loads of S of query tile ``index``, a row per lane, by the warp that starts at ``thread``."""
     first = scores_at(variant, "s", index, stage)
@@ -92,12 +92,12 @@ def _loads_of_s(
 
 
 def _stores_of_p(
-    variant: Variant, x: ForwardContext, index: int, stage: Int32, thread: Int32
+    variant: Variant, x: ForwardContext, index: Int32, stage: Int32, thread: Int32
 ) -> umma.TmemCopy:
     """Stores of P of query tile ``index``, by the same lanes."""
     words = CHUNK * variant.dtype.width // 32
     first = scores_at(variant, "p", index, stage)
-    rows = umma.tmem_rows(x.tmem, first, variant.plan.columns(f"p{index}").cols)
+    rows = umma.tmem_rows(x.tmem, first, variant.plan.columns("p0").cols)
     return umma.tmem_store(rows, words, thread)
 
 
@@ -105,7 +105,7 @@ def _stores_of_p(
 def softmax_role(
     variant: cutlass.Constexpr,
     x: ForwardContext,
-    index: cutlass.Constexpr[int],
+    index: Int32,
     pipes: SoftmaxPipes,
 ):
     """Turns S of query tile ``index`` into P, newest block first. Four warps, a row per thread.
@@ -132,16 +132,17 @@ def softmax_role(
             if dense_mask.is_present(x.scalars.mask):
                 # A dense mask may hide keys in any block: the first loop takes all blocks.
                 masked, full = work.num_blocks, Int32(0)
-        for _ in cutlass.range(masked, unroll=1):
-            pipes = _step(variant, True, x, row, index, visible, block, pipes)
-            block = below(variant, x, block)
-        for _ in cutlass.range(full, unroll=1):
-            pipes = _step(variant, False, x, row, index, visible, block, pipes)
-            block = block - 1
-        if const_expr(variant.is_general):
-            for _ in cutlass.range(work.num_blocks - masked - full, unroll=1):
+        remaining = work.num_blocks
+        while remaining > 0:
+            for _ in cutlass.range(masked, unroll=1):
                 pipes = _step(variant, True, x, row, index, visible, block, pipes)
+                block = below(variant, x, block)
+            for _ in cutlass.range(full, unroll=1):
+                pipes = _step(variant, False, x, row, index, visible, block, pipes)
                 block = block - 1
+            # In a second pass, the masked blocks that a window leaves.
+            remaining = remaining - masked - full
+            masked, full = remaining, Int32(0)
         stats = pipes.stats
         x.smem.stats[thread, 0, index] = row.total[0] + row.total[1]
         x.smem.stats[thread, 1, index] = row.maximum[0]
@@ -206,7 +207,7 @@ def _step(
     is_masked: cutlass.Constexpr[bool],
     x: ForwardContext,
     row: row_softmax.WholeRow,
-    index: cutlass.Constexpr[int],
+    index: Int32,
     visible: VisibleKeys,
     block: Int32,
     pipes: SoftmaxPipes,
@@ -503,4 +504,4 @@ def _put_globally(
     if at.is_there & (at.position < work.span.own_slot):
         batch = batch_of_part(variant, x, work)
         row = x.arrays.out_rows[work.span.own_start + at.position, None, at.head, batch]
-        umma.copy_row(registers, row, first)
+        umma.copy_row(registers, umma.aligned(row), first)

@@ -5,7 +5,8 @@ pair, the scan for segments, and the ends of edges that each role holds. All of 
 plan.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import cutlass
@@ -49,29 +50,25 @@ def control_of(storage: Any) -> Control:
     )
 
 
-class AllEnds(NamedTuple):
-    """Pipeline handles of all edges, in the order of ``Plan.edges``."""
-
-    producers: tuple[Any, ...]
-    consumers: tuple[Any, ...]
+Rings = Mapping[str, Any]
+"""The pipelines of all edges, by the names of these."""
 
 
 class Started(NamedTuple):
     """A CTA that is ready for its roles."""
 
     warp: Int32  # number of this warp, the same in all its lanes
-    ends: AllEnds
+    rings: Rings
     tmem: cute.Pointer  # all columns
 
 
-def _make_ends(plan: edges.Plan, mbarriers: cute.Pointer) -> AllEnds:
+def _make_rings(plan: edges.Plan, mbarriers: cute.Pointer) -> Rings:
     """Initialises the mbarriers of all edges: those of the CTA, then those of its query tiles."""
     made = {}
     for edge in sorted(plan.edges, key=lambda edge: edge.data[-1].isdigit()):
         first = mbarriers + plan.first_mbarrier(edge.data)
-        made[edge.data] = tensor_plan.make_edge(plan, edge.data, first)
-    producers, consumers = zip(*(made[edge.data] for edge in plan.edges), strict=True)
-    return AllEnds(producers, consumers)
+        made[edge.data] = tensor_plan.make_ring(plan, edge, first)
+    return made
 
 
 def _cluster_sync():
@@ -96,7 +93,7 @@ def start(
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(control.zero_fill, 1)
                 segments.reset(control.found)
-    ends = _make_ends(plan, control.mbarriers)
+    rings = _make_rings(plan, control.mbarriers)
     if warp == plan.role(tmem_role).warps.start:
         cute.arch.alloc_tmem(tensor_plan.TMEM_COLS, control.tmem_address, is_pair)
         cute.arch.relinquish_tmem_alloc_permit(is_pair)
@@ -111,7 +108,7 @@ def start(
     # The CTA has all columns, so the first is number 0. Unlike the value at tmem_address, that is
     # known at compile time, so that addresses relative to it cost no registers.
     tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
-    return Started(warp, ends, tmem)
+    return Started(warp, rings, tmem)
 
 
 @cute.jit
@@ -126,20 +123,45 @@ def narrow(
 
 
 def pipes_of(
-    plan: edges.Plan, role: str, bundle: type, ends: AllEnds, tile: int | None = None
+    plan: edges.Plan, role: str, bundle: type, rings: Rings, tile: int | None = None
 ) -> Any:
     """The ends that ``role`` holds, as its ``bundle``, a NamedTuple with fields named after edges.
 
     With ``tile``, the ends of that query tile: for tile 0, the field ``s`` is the edge ``s0``. The
     field of an edge that the kernel does not have is None.
     """
-    held = {
-        edge.data: ends.producers[i] if edge.producer == role else ends.consumers[i]
-        for i, edge in enumerate(plan.edges)
-        if role in (edge.producer, *edge.consumers)
-    }
-    number = "" if tile is None else str(tile)
+    number, held = "" if tile is None else str(tile), {}
+    for edge in plan.edges:
+        if role in (edge.producer, *edge.consumers):
+            producer, consumer = rings[edge.data].make_participants()
+            held[edge.data] = producer if edge.producer == role else consumer
     return bundle(*(held.get(name + number) for name in bundle._fields))
+
+
+def rings_of_tile(plan: edges.Plan, rings: Rings, tile: Int32) -> Rings:
+    """The pipelines with those of query tile ``tile``, a run-time value, in place of tile 0's.
+
+    For roles that run the same instructions on different tiles. Edges of each tile have the same
+    barriers in the same order, so that one distance leads from those of tile 0 to the others'.
+    """
+    moved = dict(rings)
+    for edge in plan.edges:
+        following = edge.data.removesuffix("0") + "1"
+        if edge.data.endswith("0") and following in rings:
+            distance = plan.first_mbarrier(following) - plan.first_mbarrier(edge.data)
+            moved[edge.data] = _moved(rings[edge.data], distance * tile)
+    return moved
+
+
+def _moved(ring: Any, num_mbarriers: Int32) -> Any:
+    """A pipeline whose barriers lie ``num_mbarriers`` after those of ``ring``."""
+    moved = {}
+    for side in ("sync_object_full", "sync_object_empty"):
+        barriers = getattr(ring, side)
+        # A copy, which initialises nothing.
+        moved[side] = barriers.recast_to_new_op_type(barriers.op_type)
+        moved[side].mbarrier_base = barriers.mbarrier_base + num_mbarriers
+    return dataclasses.replace(ring, **moved)
 
 
 @cute.jit

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_fa.kernels import edges
-from jax_fa.kernels.edges import BY_HARDWARE, Ends, Plan, PlanError
+from jax_fa.kernels.edges import BY_HARDWARE, Edge, Plan, PlanError
 
 TMEM_COLS = 512
 LEADER = 0
@@ -103,11 +103,10 @@ def _hosts(plan: TensorPlan, range_: TmemRange) -> set[str]:
     return names
 
 
-def make_edge(plan: Plan, data: str, barrier_storage: Any) -> Ends:
-    """Does for edges of every kind what ``edges.make_edge`` does."""
+def make_ring(plan: Plan, edge: Edge, barrier_storage: Any) -> Any:
+    """Does for edges of every kind what ``edges.make_ring`` does."""
     from cutlass import cute, pipeline
 
-    edge = plan.edge(data)
     ctas = plan.ctas if plan.crosses(edge) else 1
     if "umma" in edge.kind:
         shared = edges.shared_arguments(plan, edge, barrier_storage)
@@ -129,4 +128,4 @@ def make_edge(plan: Plan, data: str, barrier_storage: Any) -> Ends:
             producer_mask=BOTH_CTAS if "full" in by_hardware else LEADER,
             consumer_mask=BOTH_CTAS if "empty" in by_hardware else LEADER,
         )
-    return Ends(*ring.make_participants())
+    return ring

@@ -125,6 +125,16 @@ def after_thread_sync():
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
+def aligned(row: cute.Tensor) -> cute.Tensor:
+    """A row of an array, as one that begins at a multiple of 16 bytes: its strides do not say so.
+
+    Without that, ``copy_row`` would store element by element.
+    """
+    address, space = row.iterator.toint(), cute.AddressSpace.gmem
+    start = cute.make_ptr(row.element_type, address, space, assumed_align=VECTOR_BITS // 8)
+    return cute.make_tensor(start, row.layout)
+
+
 @cute.jit
 def copy_row(source: cute.Tensor, row: cute.Tensor, first: Int32 | int) -> None:
     """Stores registers to a row from column ``first`` on, 16 bytes at a time, up to its end."""
