@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers.harness import in_new_process
 from helpers.recording import needs_dsl
@@ -45,6 +46,10 @@ class Grid:
         monkeypatch.setattr(tiles, "Boolean", bool)
         monkeypatch.setattr(primitives, "opaque", int)
         monkeypatch.setattr(tiles, "is_present", Present)
+        takes_rounds = backward_work.takes_rounds
+        monkeypatch.setattr(  # ~ inverts it, as it does in kernels
+            backward_work, "takes_rounds", lambda scalars: np.bool_(takes_rounds(scalars))
+        )
         for name in ("longest_first", "one_per_cta"):
             monkeypatch.setattr(tiles, name, getattr(tiles, name).__wrapped__)
         monkeypatch.setattr(

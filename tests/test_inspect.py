@@ -494,9 +494,9 @@ def single_removals(text):
         name: [i for i, line in enumerate(lines) if f"tcgen05.{name}" in line]
         for name in ("wait::ld", "wait::st", "fence::before", "fence::after")
     }
-    # The first before_thread_sync is behind the allocation; of several waits, the last one counts.
+    # The first fences are those of the allocation; of several waits, the last one counts.
     before = numbers["fence::before"][1]
-    chosen = {name: numbers[name][-1] for name in ("wait::st", "fence::after")}
+    chosen = {"wait::st": numbers["wait::st"][-1], "fence::after": numbers["fence::after"][1]}
     chosen["fence::before"] = before
     chosen["wait::ld"] = max(i for i in numbers["wait::ld"] if i < before)
     for name, number in chosen.items():
