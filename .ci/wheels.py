@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WHEEL_BYTES = 60_000_000  # the package index takes 100 MB
-# 150 MB is the aim: 160.7 of x86_64 hold 12.9 of biases and few queries on Blackwell.
-INSTALLED_BYTES = 165_000_000
+INSTALLED_BYTES = 152_000_000  # 150 MB is the aim, and what x86_64 takes
 GLIBC = (2, 34)  # dlopen moved into libc.so.6 with it, and Debian 12 links that one
 
 MACHINES = {"x86_64": 62, "aarch64": 183}
