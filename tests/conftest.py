@@ -1,7 +1,9 @@
 """Settings that must be in place before JAX and NumPy start, for every test."""
 
 import gc
+import inspect
 import os
+import re
 import sys
 
 os.environ["XLA_FLAGS"] = " ".join(
@@ -77,6 +79,36 @@ def _shapes_are_checked():
 
     with shapes.checked():
         yield
+
+
+PROGRAMS = os.environ.get("JAX_FA_PROGRAM_CACHE", "")
+"""The folder that keeps what XLA compiles; "" for none."""
+SEVERAL_DEVICES = re.compile(r"mesh|shard|pmap|devices\(", re.IGNORECASE)
+"""One of these stands in every test file that has programs of several devices."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_are_kept(request):
+    """Those of test files that use one device, where a folder for them is given.
+
+    HAZARD: in programs of several devices that are read from it, collectives run out of order, and
+    results are wrong (jaxlib 0.10.2).
+    """
+    if not PROGRAMS or SEVERAL_DEVICES.search(inspect.getsource(request.module)):
+        yield
+        return
+    _keep_programs(PROGRAMS)
+    yield
+    _keep_programs(None)
+
+
+def _keep_programs(folder):
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()  # What it knows is whether there was a folder before.
 
 
 @pytest.fixture(autouse=True, scope="session")
