@@ -3,16 +3,11 @@
 from pathlib import Path
 
 import conftest
-import jax
 import pytest
 
 
 def test_numpy_was_loaded_after_the_number_of_its_threads_was_set():
     assert not conftest.NUMPY_CAME_FIRST
-
-
-def test_what_xla_compiles_is_kept_where_a_folder_is_given():
-    assert jax.config.jax_compilation_cache_dir == (conftest.PROGRAMS or None)
 
 
 @pytest.mark.parametrize(
