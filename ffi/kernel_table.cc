@@ -40,17 +40,13 @@ const Index& ByName() {
 
 bool Fits(int64_t head, int64_t compiled) { return head <= compiled && head % kHeadStep == 0; }
 
-bool EndsWith(std::string_view text, std::string_view ending) {
-  return text.size() >= ending.size() && text.substr(text.size() - ending.size()) == ending;
-}
-
 // Null if nothing is written for the device.
 const char* FamilyOf(std::string_view operation, int32_t capability, std::string_view kernel) {
   const Table& table = KernelTable();
   for (int32_t i = 0; i < table.num_capabilities; ++i) {
     const Capability& row = table.capabilities[i];
     if (row.capability == capability && row.operation == operation &&
-        EndsWith(kernel, row.ending)) {
+        kernel.find(row.part) != std::string_view::npos) {
       return row.family;
     }
   }

@@ -38,11 +38,12 @@ struct Variant {
   const char* ptx_sha256 = "";  // of the PTX that the object was assembled from
 };
 
-// The family whose kernels of a kind a GPU runs (jax_fa/spec/arch.py).
+// The family whose kernels a GPU runs, by what their names say of kind and heads
+// (jax_fa/spec/arch.py).
 struct Capability {
   int32_t capability;  // 10 * major + minor
   const char* operation;
-  const char* ending;  // of their names; "" for those of no earlier row
+  const char* part;    // of their names; "" for those of no earlier row
   const char* family;  // as names of variants spell it
 };
 

@@ -26,17 +26,21 @@ const Variant variants[] = {
     {kFew, Named("fwd_sm90_bf16_d128_general_few")},
     {kPlain, Named("fwd_sm103_bf16_d128_full")},
     {kFew, Named("fwd_sm100_bf16_d128_general_few")},
+    {kPlain, Named("fwd_sm80_bf16_d64_full")},
+    {kPlain, Named("fwd_sm80_bf16_d128_full")},
+    {kPlain, Named("fwd_sm86_bf16_d128_full")},
 };
 constexpr Capability capabilities[] = {
-    {90, "fwd", "_few", "sm90"}, {90, "fwd", "", "sm90"},   {90, "bwd", "", "sm90"},
-    {100, "fwd", "", "sm100"},   {100, "bwd", "", "sm100"}, {103, "fwd", "_few", "sm100"},
-    {103, "fwd", "", "sm103"},   {103, "bwd", "", "sm100"},
+    {90, "fwd", "_few", "sm90"},   {90, "fwd", "", "sm90"},   {90, "bwd", "", "sm90"},
+    {100, "fwd", "", "sm100"},     {100, "bwd", "", "sm100"}, {103, "fwd", "_few", "sm100"},
+    {103, "fwd", "", "sm103"},     {103, "bwd", "", "sm100"}, {80, "fwd", "", "sm80"},
+    {86, "fwd", "_d128_", "sm86"}, {86, "fwd", "", "sm80"},
 };
 
 }  // namespace
 
 const Table& KernelTable() {
-  static const Table table{variants, 6, capabilities, 8};
+  static const Table table{variants, 9, capabilities, 11};
   return table;
 }
 
@@ -54,6 +58,9 @@ void OperationCapabilityAndKernelNameAVariant() {
   Check(Found("bwd", 90, "bf16_d128_full") == "bwd_sm90_bf16_d128_full", "backward");
   Check(Found("fwd", 90, "bf16_d128_general_few") == "fwd_sm90_bf16_d128_general_few", "few");
   Check(Found("fwd", 100, "bf16_d128_full").empty(), "of another family alone");
+  Check(Found("fwd", 80, "bf16_d128_full") == "fwd_sm80_bf16_d128_full", "the lender's");
+  Check(Found("fwd", 86, "bf16_d128_full") == "fwd_sm86_bf16_d128_full", "heads of its own");
+  Check(Found("fwd", 86, "bf16_d64_full") == "fwd_sm80_bf16_d64_full", "heads that it borrows");
   Check(Found("fwd", 90, "bf16_d128").empty(), "a part of the name");
   Check(Found("fwd", 90, "").empty(), "no name");
 }
@@ -65,7 +72,7 @@ void AFamilyRunsKernelsOfAnotherByTheirEnding() {
     return FindVariant(operation, capability, "bf16_d64_full").complaint;
   };
   Check(complaint("bwd", 103).find("bwd_sm100_bf16_d64_full") != std::string::npos, "backward");
-  Check(complaint("fwd", 80) == "no kernels are compiled for GPUs of compute capability 8.0",
+  Check(complaint("fwd", 75) == "no kernels are compiled for GPUs of compute capability 7.5",
         "not compiled");
 }
 

@@ -56,8 +56,8 @@ def test_every_capability_belongs_to_one_architecture():
         "10.3",
         "11.0",
         "8.0",
-        "8.6",
         "8.7",
+        "8.6",
         "8.9",
         "12.0",
         "12.1",
@@ -71,21 +71,30 @@ def test_a_target_of_no_architecture_is_refused_with_those_that_are():
         arch_of_target("sm_75")
 
 
-BORROWED = [(arch, kind) for arch in ARCHS for kind in KINDS if arch.owner(kind) is not arch]
+BORROWED = [(arch, kind) for arch in ARCHS for kind in KINDS if arch.lender(kind) is not arch]
 
 
-def test_all_but_the_forward_of_capability_103_is_that_of_100():
-    assert BORROWED == [(arch_named("sm103"), kind) for kind in ("bwd", "bias", "few")]
+def test_all_but_the_forward_of_capability_103_is_that_of_100_and_of_86_some_of_that_of_80():
+    kinds = {arch.name: [kind for other, kind in BORROWED if other is arch] for arch, _ in BORROWED}
+    assert kinds == {"sm103": ["bwd", "bias", "few"], "sm86": ["fwd", "bwd", "bias", "few"]}
+    assert arch_named("sm86").own("fwd").heads == ((128, 128),)
 
 
 @pytest.mark.parametrize(
     ("arch", "kind"), BORROWED, ids=[f"{arch.name}-{kind}" for arch, kind in BORROWED]
 )
 def test_an_architecture_borrows_what_it_would_compile_itself(arch, kind):
-    owner = arch.owner(kind)
-    assert owner.owner(kind) is owner
-    assert owner.target.endswith("f"), "code for a family of GPUs"
-    borrowed = [v for v in VARIANTS if (v.arch, v.kind) == (owner.name, kind)]
+    owner, own = arch.lender(kind), arch.own(kind)
+    assert owner.lender(kind) is owner
+    assert owner.target.endswith("f") or arch.capabilities > owner.capabilities, "it runs here too"
+    if own is not None:
+        assert own.folder == owner.kernels(kind).folder
+        assert not {*own.heads} - {*owner.kernels(kind).heads}
+    borrowed = [
+        v
+        for v in VARIANTS
+        if (v.arch, v.kind) == (owner.name, kind) and arch.owner(kind, v.heads) is owner
+    ]
     assert borrowed
     for variant in borrowed:
         own = replace(variant, key=replace(variant.key, arch=arch.target))
@@ -105,9 +114,28 @@ def test_an_architecture_needs_its_own_kernels_and_those_that_it_borrows():
     ]
 
 
+def test_heads_of_its_own_take_the_place_of_those_that_an_architecture_would_borrow():
+    names = variants.run_by(arch_named("sm86"), BY_NAME)
+    replaced = {name.replace("sm86", "sm80") for name in names if "sm86" in name}
+    assert replaced == {
+        f"fwd_sm80_{dtype}_d128_{mask}"
+        for dtype in ("bf16", "fp16")
+        for mask in ("full", "causal", "general", "general_cap", "general_split")
+    }
+    assert names == (
+        variants.run_by(arch_named("sm80"), BY_NAME) - replaced
+        | {name.replace("sm80", "sm86") for name in replaced}
+    )
+    assert variants.capabilities(BY_NAME["fwd_sm80_bf16_d128_full"]) == ["8.0", "8.7"]
+    assert variants.capabilities(BY_NAME["bwd_sm80_bf16_d128_full"]) == ["8.0", "8.7", "8.6", "8.9"]
+
+
 @pytest.mark.parametrize(
     "asked",
-    [["sm90"], ["sm100"], ["sm103"], ["sm90", "sm103"], ["sm100", "sm103"]],
+    [
+        *(["sm90"], ["sm100"], ["sm103"], ["sm90", "sm103"], ["sm100", "sm103"]),
+        *(["sm80"], ["sm86"], ["sm80", "sm86"]),
+    ],
     ids=" ".join,
 )
 def test_a_build_is_for_the_architectures_that_were_asked_for(asked):

@@ -111,8 +111,8 @@ def test_a_kernel_of_a_kind_is_that_of_the_family_whose_kind_it_is():
 @pytest.mark.parametrize(
     ("problem", "operation", "serves"),
     [
-        (replace(PROBLEM, bias_bytes=2), "fwd", "sm90,sm80,sm120"),
-        (replace(PROBLEM, bias_bytes=4), "bwd", "sm90,sm80,sm120"),
+        (replace(PROBLEM, bias_bytes=2), "fwd", "sm90,sm80,sm86,sm120"),
+        (replace(PROBLEM, bias_bytes=4), "bwd", "sm90,sm80,sm86,sm120"),
     ],
 )
 def test_without_a_gpu_a_refusal_names_the_families_that_have_a_kernel(problem, operation, serves):

@@ -281,13 +281,14 @@ def test_a_program_from_before_kernels_were_named_says_so():
         ("dbias", "general_bias"),
     ],
 )
+@pytest.mark.parametrize("heads", ["d64", "d128", "d192v128"])
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_every_capability_runs_the_kernels_that_its_row_says(arch, operation, ending):
+def test_every_capability_runs_the_kernels_that_its_row_says(arch, heads, operation, ending):
     """C++ picks the family of a device from the table that the build wrote of ``ARCHS``."""
-    served = variants.run_as(operation, arch, f"bf16_d64_{ending}")
+    served = variants.run_as(operation, arch, f"bf16_{heads}_{ending}")
     problem = problem_for(variants.BY_NAME[served])
-    wanted = served.replace("_d64_", "_d80_")
-    call = call_for(problem, operation) | {"kernel": f"bf16_d80_{ending}"}
+    wanted = served.replace("bf16", "e4m3")
+    call = call_for(problem, operation) | {"kernel": f"e4m3_{heads}_{ending}"}
     for capability in map(capability_number, arch.capabilities):
         with pytest.raises(ValueError, match=f"calls the kernel {wanted}, which is not among"):
             _jax_fa.record(operation, capability, call)

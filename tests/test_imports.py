@@ -47,7 +47,7 @@ TOWERS = {
         Layer("spec.scratch"),
         Layer("spec.schema_cpp"),
         Layer("spec.config_*"),
-        Layer("spec.chosen_sm90"),
+        Layer("spec.chosen_*"),
         Layer("spec.config"),
         Layer("spec.variants"),
     ),

@@ -62,7 +62,7 @@ jax_fa 0.1.0 in /venv/lib/python3.12/site-packages/jax_fa
 Python 3.12.4, jax 0.11.2, jaxlib 0.11.2, Linux x86_64
 JAX computes on: gpu
 GPUs: 1 x Tesla T4, compute capability 7.5: no kernels exist for it, only for 9.0, 10.0, 10.3, \
-11.0, 8.0, 8.6, 8.7, 8.9, 12.0, 12.1
+11.0, 8.0, 8.7, 8.6, 8.9, 12.0, 12.1
 GPU kernels installed: none
 Runs unfused on the CPU: traced `scale`, float64, `mask_mod` of packed sequences
 Runs unfused on Tesla T4: everything

@@ -187,7 +187,7 @@ def test_mma_sync_has_the_pace_of_an_a100_wherever_another_instruction_is_the_fa
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="sm75.*sm100, sm103, sm110, sm120, sm80, sm90"):
+    with pytest.raises(ValueError, match="sm75.*sm100, sm103, sm110, sm120, sm80, sm86, sm90"):
         roofline.gpu_of("sm75")
 
 

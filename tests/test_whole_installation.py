@@ -98,7 +98,7 @@ def test_pip_installs_the_kernels_of_the_gpus_at_hand(environment, tmp_path):
     assert install(hopper) == ["sm90"]
     assert install(blackwell, "-e") == ["sm100"]
     assert install(ultra) == ["sm103"]
-    assert install(ampere) == ["sm80"]
+    assert install(ampere) == ["sm86"]
     assert install(older) == install({}) == []
     assert install(hopper | {"JAX_FA_GPU": "none"}) == []
     assert install(hopper | {"JAX_FA_GPU": "none"}, "--config-settings=gpu=all") == FAMILIES

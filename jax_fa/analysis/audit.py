@@ -22,13 +22,13 @@ from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES, Plan, PlanError
 from jax_fa.kernels.mma_sync import plan as mma_sync
 from jax_fa.kernels.sm100.tensor_plan import TMEM_COLS
 from jax_fa.spec import config
-from jax_fa.spec.arch import MMA, Operation, arch_of_target
+from jax_fa.spec.arch import MMA, Operation
 from jax_fa.spec.band import Band
 from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.problem import Problem, Semantics
-from jax_fa.spec.variants import Variant
+from jax_fa.spec.variants import Variant, capabilities
 
 FLASH_ATTENTION_4 = {
     ((64, 64), "full"): (2032, 452),
@@ -325,8 +325,7 @@ def resources(variant: Variant, path: Path, shared_bytes: Sequence[int]) -> Repo
         if shared:
             # The kernels around the main one take less of everything.
             launch = Launch(plan.threads, max(report.launch_registers), shared)
-            capabilities = arch_of_target(variant.key.arch).capabilities
-            report.occupancy = {name: occupancy(name, launch) for name in capabilities}
+            report.occupancy = {name: occupancy(name, launch) for name in capabilities(variant)}
         if plan.tmem:
             report.tmem_columns = (max(cols.end for cols in plan.tmem), TMEM_COLS)
     found = banks.accesses(variant.key, choose_config(variant))

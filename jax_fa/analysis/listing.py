@@ -313,7 +313,7 @@ _FIELDS: dict[str, Callable[[Variant], str]] = {
 def _gpus_for(variant: Variant, wanted: Sequence[str]) -> list[roofline.Gpu]:
     """The GPUs that run a variant and were asked for, else the first of its family."""
     asked = [gpu for gpu in roofline.GPUS if gpu.name in wanted]
-    owners = [arch_named(gpu.arch).owner(variant.kind).name for gpu in asked]
+    owners = [arch_named(gpu.arch).owner(variant.kind, variant.heads).name for gpu in asked]
     own = [gpu for gpu, owner in zip(asked, owners, strict=True) if owner == variant.arch]
     return own or [roofline.gpu_of(variant.arch)]
 

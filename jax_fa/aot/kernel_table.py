@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from jax_fa.spec import schema
 from jax_fa.spec.abi import PARAMETERS
-from jax_fa.spec.arch import ARCHS, OPERATIONS, Operation, capability_number
-from jax_fa.spec.names import ENDINGS, kind_of
+from jax_fa.spec.arch import ARCHS, OPERATIONS, Arch, Operation, capability_number
+from jax_fa.spec.names import ENDINGS, kind_of, short_heads
 from jax_fa.spec.variants import Variant
 
 _C_TYPES = {
@@ -112,13 +112,22 @@ def _variants(rows: Sequence[Row]) -> str:
 
 def _capability_rows() -> list[str]:
     return [
-        f'    {{{capability_number(capability)}, "{operation}", "{ending}", '
-        f'"{arch.owner(kind_of(operation, ending)).name}"}},'
+        f'    {{{capability_number(capability)}, "{operation}", "{part}", "{family}"}},'
         for arch in ARCHS
         for capability in arch.capabilities
         for operation in OPERATIONS
-        for ending in (*ENDINGS.values(), "")
+        for part, family in _families(arch, operation).items()
     ]
+
+
+def _families(arch: Arch, operation: Operation) -> dict[str, str]:
+    """Parts of the names of kernels -> the family whose kernels GPUs run; the first that fits."""
+    found = {ending: arch.lender(kind_of(operation, ending)).name for ending in ENDINGS.values()}
+    kind = kind_of(operation, "")
+    own, lender = arch.own(kind), arch.lender(kind)
+    if own and lender is not arch:
+        found |= {f"_{short_heads(*heads)}_": arch.name for heads in own.heads}
+    return {**found, "": lender.name}
 
 
 def _capabilities() -> str:

@@ -2,8 +2,9 @@
 
 A family is a set of GPUs that run the same kernels. Its row says which they are, what their kernels
 are compiled for and cover, and what the hardware does. Tile sizes are in ``config_*.py``. Each kind
-of kernel names the folder with its code, which families may share. If a kind would compile to the
-same PTX as another family's, and that family's target serves these GPUs too, they run its kernels.
+of kernel names the folder with its code, which families may share. If a kind, or its kernels for
+some heads, would compile to the same PTX as another family's, and that family's target serves these
+GPUs too, they run its kernels.
 """
 
 from __future__ import annotations
@@ -37,6 +38,18 @@ class Kernels(NamedTuple):
     folder: str
     heads: tuple[tuple[int, int], ...]
     small: tuple[tuple[int, int], ...] = ()
+
+
+class SomeKernels(NamedTuple):
+    """What is compiled of one kind for a family that runs another's kernels for other heads.
+
+    Attributes:
+        own: its own kernels.
+        others: the family whose kernels its GPUs run for all other heads.
+    """
+
+    own: Kernels
+    others: str
 
 
 class Rates(NamedTuple):
@@ -83,7 +96,8 @@ class Arch:
         name: in names of variants, in JAX_FA_GPU and in messages.
         capabilities: compute capabilities of its GPUs, such as "9.0".
         target: what the compiler is asked for; code for it runs on all of ``capabilities``.
-        fwd: its kernels of this kind, or the name of the family whose kernels of it these GPUs run.
+        fwd: its kernels of this kind; or the name of the family whose kernels of it these GPUs run;
+            or both, by heads.
         bwd: the same.
         bias: the same.
         few: the same.
@@ -94,23 +108,42 @@ class Arch:
     name: str
     capabilities: tuple[str, ...]
     target: str
-    fwd: Kernels | str
-    bwd: Kernels | str
+    fwd: Kernels | SomeKernels | str
+    bwd: Kernels | SomeKernels | str
     bias: Kernels | str
     few: Kernels | str
     rates: Rates
     products: tuple[Product, ...]
 
-    def owner(self, kind: Kind) -> Arch:
-        """The family whose kernels of a kind these GPUs run: mostly this one."""
+    def own(self, kind: Kind) -> Kernels | None:
+        """What is compiled of a kind for this family alone."""
         held = getattr(self, kind)
+        if isinstance(held, SomeKernels):
+            return held.own
+        return held if isinstance(held, Kernels) else None
+
+    def lender(self, kind: Kind) -> Arch:
+        """The family whose kernels of a kind these GPUs run for heads that ``own`` lacks.
+
+        This one, if there are none.
+        """
+        held = getattr(self, kind)
+        if isinstance(held, SomeKernels):
+            return arch_named(held.others)
         return arch_named(held) if isinstance(held, str) else self
+
+    def owner(self, kind: Kind, heads: tuple[int, int]) -> Arch:
+        """The family whose kernels of a kind for ``heads`` (D, Dv) these GPUs run."""
+        own = self.own(kind)
+        return self if own is not None and heads in own.heads else self.lender(kind)
 
     def kernels(self, kind: Kind) -> Kernels:
         """What these GPUs run of a kind, whosever it is."""
-        held = getattr(self.owner(kind), kind)
-        assert isinstance(held, Kernels)
-        return held
+        own, lender = self.own(kind), self.lender(kind)
+        if lender is self:
+            assert own is not None
+            return own
+        return lender.kernels(kind)
 
 
 # SMs of half the A100's products with float32 sums, and of a quarter.
@@ -178,18 +211,29 @@ ARCHS: tuple[Arch, ...] = (
     ),
     Arch(
         name="sm80",
-        capabilities=("8.0", "8.6", "8.7", "8.9"),
+        capabilities=("8.0", "8.7"),
         target="sm_80",
         fwd=Kernels("mma_sync", _HEADS),
         bwd=Kernels("mma_sync", _HEADS),
         bias=Kernels("mma_sync", _HEADS),
         few=Kernels("mma_sync", _HEADS),
         rates=Rates(mma_flops=2048, mma_rows=32, exponentials=16, has_pairs=False),
+        products=(Product("A100", 108, 1.41e9, 2.039e12),),
+    ),
+    Arch(
+        name="sm86",
+        capabilities=("8.6", "8.9"),
+        target="sm_86",
+        # Their SMs have 100 KB of shared memory, not 164. Only this forward is the faster for it.
+        fwd=SomeKernels(Kernels("mma_sync", ((128, 128),)), others="sm80"),
+        bwd="sm80",
+        bias="sm80",
+        few="sm80",
+        rates=_MMA_SYNC_HALF,
         products=(
-            Product("A100", 108, 1.41e9, 2.039e12),
-            Product("A10", 72, 1.695e9, 600e9, rates=_MMA_SYNC_HALF),
-            Product("L4", 58, 2.04e9, 300e9, _CLOCK, _MMA_SYNC_HALF),
-            Product("L40S", 142, 2.49e9, 864e9, _CLOCK, _MMA_SYNC_HALF),
+            Product("A10", 72, 1.695e9, 600e9),
+            Product("L4", 58, 2.04e9, 300e9, _CLOCK),
+            Product("L40S", 142, 2.49e9, 864e9, _CLOCK),
             Product("RTX 3090", 82, 1.691e9, 936e9, _CLOCK, _MMA_SYNC_QUARTER),
             Product("RTX 4090", 128, 2.52e9, 1.008e12, rates=_MMA_SYNC_QUARTER),
         ),

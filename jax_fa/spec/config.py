@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jax_fa.spec.arch import Operation, arch_of_target
+from jax_fa.spec.chosen_mma_sync import (
+    few_queries,
+    mma_sync_backward,
+    mma_sync_bias_gradient,
+    mma_sync_forward,
+)
 from jax_fa.spec.chosen_sm90 import hopper_forward
 from jax_fa.spec.config_mma_sync import (
     FewQueries,
     MmaSyncBackward,
     MmaSyncBiasGradient,
     MmaSyncForward,
-    few_queries,
-    mma_sync_backward,
-    mma_sync_bias_gradient,
-    mma_sync_forward,
 )
 from jax_fa.spec.config_sm90 import HopperForward
 from jax_fa.spec.config_sm90_bwd import HopperBackward, hopper_backward

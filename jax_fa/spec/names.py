@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from jax_fa.spec.arch import Kind, Operation
 from jax_fa.spec.key import KernelKey
 
@@ -27,6 +29,12 @@ def stem(key: KernelKey) -> str:
     small = "_small" if key.is_small else ""
     dims = short_heads(key.head_dim, key.value_dim)
     return f"{SHORT_DTYPES[key.dtype]}_{dims}_{key.mask}{cap}{split}{small}{bias}"
+
+
+def heads_of(stem: str) -> tuple[int, int]:
+    """(D, Dv) of the kernels of a ``stem``; of none, (0, 0)."""
+    found = re.search(r"_d(\d+)(?:v(\d+))?_", stem)
+    return (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
 
 
 def short_heads(head_dim: int, value_dim: int) -> str:

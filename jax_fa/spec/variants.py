@@ -21,12 +21,12 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from jax_fa.spec.arch import ARCHS, KINDS, OPERATIONS, Arch, Kernels, Kind, Operation, arch_named
+from jax_fa.spec.arch import ARCHS, KINDS, OPERATIONS, Arch, Kind, Operation, arch_named
 from jax_fa.spec.band import UNBOUNDED, ceil_div, kv_blocks
 from jax_fa.spec.config_mma_sync import WARP_ROWS
 from jax_fa.spec.division import RESIDENT_CTAS, packing, packing_pays
 from jax_fa.spec.key import MASK_CLASSES, KernelKey, MaskClass
-from jax_fa.spec.names import SHORT_DTYPES, kind_of, short_heads, stem
+from jax_fa.spec.names import SHORT_DTYPES, heads_of, kind_of, short_heads, stem
 from jax_fa.spec.problem import Problem
 
 
@@ -48,6 +48,11 @@ class Variant:
     def kind(self) -> Kind:
         """The kind of kernels that it is compiled together with."""
         return kind_of(self.operation, stem(self.key))
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(D, Dv) that it is compiled for."""
+        return self.key.head_dim, self.key.value_dim
 
     @property
     def kernels(self) -> str:
@@ -77,7 +82,7 @@ def full_name(operation: Operation, arch: str, stem: str) -> str:
 
 def run_as(operation: Operation, arch: Arch, stem: str) -> str:
     """Name of the variant for ``stem`` that GPUs of ``arch`` run, its own or another family's."""
-    return full_name(operation, arch.owner(kind_of(operation, stem)).name, stem)
+    return full_name(operation, arch.owner(kind_of(operation, stem), heads_of(stem)).name, stem)
 
 
 def _prefix(operation: Operation, arch: str) -> str:
@@ -102,10 +107,9 @@ def _enumerate() -> Iterator[Variant]:
     for arch, operation, dtype, heads in product(ARCHS, OPERATIONS, SHORT_DTYPES, HEADS):
         for fields in of_operation[operation]:
             variant = Variant(operation, arch.name, KernelKey(arch.target, dtype, *heads, **fields))
-            held = getattr(arch, variant.kind)
-            if isinstance(held, Kernels):
-                if heads in (held.small if variant.key.is_small else held.heads):
-                    yield variant
+            own = arch.own(variant.kind)
+            if own and heads in (own.small if variant.key.is_small else own.heads):
+                yield variant
 
 
 VARIANTS = tuple(_enumerate())
@@ -116,8 +120,22 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 def of_families(names: Collection[str]) -> list[Variant]:
     """The variants that GPUs of these families run, whichever family they are compiled for."""
-    wanted = {(kind, arch_named(name).owner(kind).name) for name in names for kind in KINDS}
-    return [variant for variant in VARIANTS if (variant.kind, variant.arch) in wanted]
+    archs = [arch_named(name) for name in names]
+    return [
+        variant
+        for variant in VARIANTS
+        if any(arch.owner(variant.kind, variant.heads).name == variant.arch for arch in archs)
+    ]
+
+
+def capabilities(variant: Variant) -> list[str]:
+    """The compute capabilities of the GPUs that run a variant."""
+    return [
+        capability
+        for arch in ARCHS
+        if arch.owner(variant.kind, variant.heads).name == variant.arch
+        for capability in arch.capabilities
+    ]
 
 
 def run_by(arch: Arch, compiled: Collection[str]) -> frozenset[str]:
@@ -349,7 +367,7 @@ def nearest(
     compiled: Collection[str] = BY_NAME.keys(),
 ) -> str:
     """One or two sentences on why ``find`` gave None: what is compiled, and what would work."""
-    owner = arch.owner(_kind(problem, operation)).name
+    kind = _kind(problem, operation)
     here = [
         variant
         for variant in of_families([arch.name])
@@ -358,7 +376,7 @@ def nearest(
     if not here:
         return (
             f"this build holds no {operation} kernels for {arch.name}. Build with the variants "
-            f"'{_prefix(operation, owner)}*'."
+            f"'{_prefix(operation, arch.lender(kind).name)}*'."
         )
     if _is_empty(problem):
         return (
@@ -378,6 +396,7 @@ def nearest(
         listed = sorted({(variant.key.head_dim, variant.key.value_dim) for variant in here})
         advice = "implementation='xla' takes heads of any size."
         if known := heads_for(problem, operation, [arch]):
+            owner = arch.owner(kind, known[0]).name
             wanted = f"{_prefix(operation, owner)}*_{short_heads(*known[0])}_*"
             advice = f"Build with the variants '{wanted}', too."
         return (

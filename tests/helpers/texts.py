@@ -64,7 +64,7 @@ def order(name: str) -> tuple[str, ...]:
     return tuple(x.replace("bf16", "f16") for x in _ORDERED.findall(text(name)))
 
 
-SAME_SOURCE = {"sm110": "sm100", "sm120": "sm80"}
+SAME_SOURCE = {"sm110": "sm100", "sm86": "sm120", "sm120": "sm80"}
 """Families compiled from the sources of another."""
 
 

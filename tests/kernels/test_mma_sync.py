@@ -85,14 +85,15 @@ AMPERE, SMALLEST = 164 * KB, 100 * KB
         ("sm_80", "fwd", 128, AMPERE),
         ("sm_80", "fwd", 192, AMPERE),
         ("sm_80", "bwd", 64, AMPERE),
-        ("sm_80", "bwd", 96, AMPERE),
+        ("sm_80", "bwd", 96, SMALLEST),
         ("sm_80", "bwd", 128, AMPERE),
+        ("sm_86", "fwd", 128, SMALLEST),
         ("sm_120", "fwd", 64, SMALLEST),
         ("sm_120", "fwd", 96, SMALLEST),
         ("sm_120", "fwd", 128, SMALLEST),
     ],
 )
-def test_an_sm_holds_two_ctas_of_four_warps(arch, operation, head_dim, capacity):
+def test_an_sm_holds_eight_warps(arch, operation, head_dim, capacity):
     """Else a scheduler has one warp, which waits for products and exponentials in turn."""
     found = [
         plan_of(variant)
@@ -103,8 +104,8 @@ def test_an_sm_holds_two_ctas_of_four_warps(arch, operation, head_dim, capacity)
     ]
     assert found
     for made in found:
-        assert made.threads == 128
-        assert 2 * (-(-made.smem_bytes // KB) + 1) * KB <= capacity
+        ctas = capacity // ((-(-made.smem_bytes // KB) + 1) * KB)
+        assert ctas * made.threads >= 8 * 32
 
 
 @pytest.mark.parametrize(

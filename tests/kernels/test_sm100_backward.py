@@ -32,7 +32,7 @@ from jax_fa.spec.problem import Problem
 KEYS = [
     KernelKey(arch.target, "bfloat16", d, dv, mask)
     for arch in ARCHS
-    if arch.kernels("bwd").folder == "sm100" and arch.owner("bwd") is arch
+    if arch.kernels("bwd").folder == "sm100" and arch.lender("bwd") is arch
     for d, dv in arch.kernels("bwd").heads
     for mask in MASK_CLASSES
 ]

@@ -11,13 +11,13 @@ from jax_fa.spec.arch import ARCHS, KINDS, OPERATIONS
 from jax_fa.spec.variants import VARIANTS
 
 FIRST = {(v.arch, v.kind, v.operation): v for v in reversed(VARIANTS)}
-"""A variant of each kind and operation of a family."""
+"""A variant of each kind and operation of a family, of heads that no family has for itself."""
 BORROWED = [
     (arch, FIRST[key])
     for arch in ARCHS
     for kind in KINDS
     for operation in OPERATIONS
-    if arch.owner(kind) is not arch and (key := (arch.owner(kind).name, kind, operation)) in FIRST
+    if arch.lender(kind) is not arch and (key := (arch.lender(kind).name, kind, operation)) in FIRST
 ]
 
 
