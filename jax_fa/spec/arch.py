@@ -1,10 +1,10 @@
 """The GPU families, one row each: the one place that says what a GPU is, can do and runs.
 
 A family is a set of GPUs that run the same kernels. Its row says which they are, what their kernels
-are compiled for and cover, and what the hardware does. Tile sizes are in ``config_*.py``. Each kind
-of kernel names the folder with its code, which families may share. If a kind, or its kernels for
-some heads, would compile to the same PTX as another family's, and that family's target serves these
-GPUs too, they run its kernels.
+are compiled for and cover, and what the hardware does. Tile sizes are in ``chosen_*.py`` and
+``config_*.py``. Each kind of kernel names the folder with its code, which families may share. If a
+kind, or its kernels for some heads, would compile to the same PTX as another family's, and that
+family's target serves these GPUs too, they run its kernels.
 """
 
 from __future__ import annotations

@@ -129,10 +129,10 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     With D = 64, warps own 32 keys, with all columns. On 12.x, where products take four times as
     many cycles, eight warps of 16 keys hide more latency.
 
-    D = 96 has eight warps of 16 keys everywhere. Where an SM holds one CTA, as on 8.6 and 8.9, they
-    make forward and backward together 1.10 to 1.19 times as fast as four warps that own 32 keys and
-    share columns; where it holds two CTAs of these, as on 8.0, 0.91 to 1.03 times (H200, sm_90
-    build).
+    D = 96 has eight warps of 16 keys; before 12.x, a bias makes them share columns. Where an SM
+    holds one CTA, as on 8.6 and 8.9, they make forward and backward together 1.10 to 1.19 times as
+    fast as four warps that own 32 keys and share columns; where it holds two CTAs of these, as on
+    8.0, 0.91 to 1.03 times (H200, sm_90 build, no bias).
 
     A thread holds a share of dK and dV, 128 elements with D = 64 and 128, and 32 elements each of
     P and dP. KB of shared memory: D = 64: 32 for K and V, 16 for a block of Q and dO, 16 for dS;

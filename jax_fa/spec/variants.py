@@ -121,21 +121,16 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 def of_families(names: Collection[str]) -> list[Variant]:
     """The variants that GPUs of these families run, whichever family they are compiled for."""
     archs = [arch_named(name) for name in names]
-    return [
-        variant
-        for variant in VARIANTS
-        if any(arch.owner(variant.kind, variant.heads).name == variant.arch for arch in archs)
-    ]
+    return [variant for variant in VARIANTS if any(_runs(arch, variant) for arch in archs)]
+
+
+def _runs(arch: Arch, variant: Variant) -> bool:
+    return arch.owner(variant.kind, variant.heads).name == variant.arch
 
 
 def capabilities(variant: Variant) -> list[str]:
     """The compute capabilities of the GPUs that run a variant."""
-    return [
-        capability
-        for arch in ARCHS
-        if arch.owner(variant.kind, variant.heads).name == variant.arch
-        for capability in arch.capabilities
-    ]
+    return [c for arch in ARCHS if _runs(arch, variant) for c in arch.capabilities]
 
 
 def run_by(arch: Arch, compiled: Collection[str]) -> frozenset[str]:
