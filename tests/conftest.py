@@ -38,6 +38,11 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=5000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_collection_modifyitems(items):
+    """Moves tests marked ``long`` to the front."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(autouse=True)
 def _fallback_warnings_start_over():
     """A fallback is reported once per process; a test must not depend on who ran before it."""

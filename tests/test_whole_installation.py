@@ -58,6 +58,7 @@ def environment(tmp_path):
     return variables
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_pip_installs_the_kernels_of_the_gpus_at_hand(environment, tmp_path):
     hopper, blackwell, ultra, ampere, older = (

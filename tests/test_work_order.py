@@ -163,6 +163,7 @@ def in_own_process(check):
     )
 
 
+@pytest.mark.long
 def test_work_is_even_and_every_tile_is_there_once():
     in_own_process("check_random_shapes")
 
