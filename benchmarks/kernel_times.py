@@ -60,12 +60,14 @@ class Point(NamedTuple):
 
 
 _HEADS = ((64, 32), (128, 16))
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 POINTS = tuple(
     Point(*heads, length, is_causal)
     for heads in _HEADS
-    for length in (512, 1024, 2048, 4096, 8192, 16384)
+    for length in _LENGTHS
     for is_causal in (False, True)
 )
+WIDE = tuple(Point(256, 8, length, is_causal) for length in _LENGTHS for is_causal in (False, True))
 GROUPED = tuple(
     Point(*heads, length, True, group=4) for heads in _HEADS for length in (2048, 16384)
 )
@@ -76,6 +78,7 @@ PACKED = tuple(
 )
 _SETS = {
     "points": POINTS,
+    "wide": WIDE,
     "grouped": GROUPED,
     "whole": WHOLE,
     "windows": WINDOWS,
@@ -230,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         who, name = run
         _RUNS[who](_SETS[name])
         return 0
-    for name in ("points", "grouped"):
+    for name in ("points", "wide", "grouped"):
         print(table(_SETS[name], measure("jax_fa", name), measure("torch", name)), end="\n\n")
     whole = measure("jax_fa", "whole")
     for name in ("windows", "packed"):

@@ -77,7 +77,8 @@ BORROWED = [(arch, kind) for arch in ARCHS for kind in KINDS if arch.lender(kind
 def test_all_but_the_forward_of_capability_103_is_that_of_100_and_of_86_some_of_that_of_80():
     kinds = {arch.name: [kind for other, kind in BORROWED if other is arch] for arch, _ in BORROWED}
     assert kinds == {"sm103": ["bwd", "bias", "few"], "sm86": ["fwd", "bwd", "bias", "few"]}
-    assert arch_named("sm86").own("fwd").heads == ((128, 128),)
+    assert arch_named("sm86").own("fwd").heads == ((128, 128), (256, 256))
+    assert arch_named("sm86").own("bwd").heads == ((256, 256),)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +118,12 @@ def test_an_architecture_needs_its_own_kernels_and_those_that_it_borrows():
 def test_heads_of_its_own_take_the_place_of_those_that_an_architecture_would_borrow():
     names = variants.run_by(arch_named("sm86"), BY_NAME)
     replaced = {name.replace("sm86", "sm80") for name in names if "sm86" in name}
+    masks = ["full", "causal", "general", "general_cap"]
     assert replaced == {
-        f"fwd_sm80_{dtype}_d128_{mask}"
+        f"{operation}_sm80_{dtype}_{heads}_{mask}"
+        for operation, heads in (("fwd", "d128"), ("fwd", "d256"), ("bwd", "d256"))
+        for mask in masks + ["general_split"] * (operation == "fwd")
         for dtype in ("bf16", "fp16")
-        for mask in ("full", "causal", "general", "general_cap", "general_split")
     }
     assert names == (
         variants.run_by(arch_named("sm80"), BY_NAME) - replaced
@@ -128,6 +131,8 @@ def test_heads_of_its_own_take_the_place_of_those_that_an_architecture_would_bor
     )
     assert variants.capabilities(BY_NAME["fwd_sm80_bf16_d128_full"]) == ["8.0", "8.7"]
     assert variants.capabilities(BY_NAME["bwd_sm80_bf16_d128_full"]) == ["8.0", "8.7", "8.6", "8.9"]
+    assert variants.capabilities(BY_NAME["bwd_sm80_bf16_d256_full"]) == ["8.0", "8.7"]
+    assert len(variants.capabilities(BY_NAME["bwd_sm80_bf16_d256_general_bias"])) == 4
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from jax_fa.analysis import audit, banks, listing, machine_code, occupancy, ptx_
 from jax_fa.analysis.machine_code import Code, Instruction
 from jax_fa.analysis.occupancy import Launch
 from jax_fa.aot import cubins
+from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES
 from jax_fa.spec import ptx_archives
 from jax_fa.spec.arch import ARCHS, OPERATIONS
+from jax_fa.spec.config_mma_sync import smem_capacity
 from jax_fa.spec.config_sm100 import blackwell_forward
-from jax_fa.spec.variants import BY_NAME, VARIANTS, capabilities
+from jax_fa.spec.variants import BY_NAME, VARIANTS
 
 # ---------------------------------------------------------------------------------- machine code
 
@@ -293,7 +295,11 @@ def test_a_bad_kernel_is_told_what_is_wrong(kernel, code, complaint):
 
 @pytest.mark.parametrize(
     ("name", "capacity"),
-    [(FORWARD.name, 227 * 1024), ("fwd_sm80_bf16_d128_full", 99 * 1024)],
+    [
+        (FORWARD.name, 227 * 1024),
+        ("fwd_sm80_bf16_d128_full", 163 * 1024),
+        ("fwd_sm80_bf16_d64_full", 99 * 1024),
+    ],
 )
 def test_spills_and_too_much_shared_memory_are_problems(kernel, monkeypatch, name, capacity):
     monkeypatch.setattr(cubins, "kernels", lambda path: (replace(kernel, stack_bytes=8),))
@@ -328,11 +334,16 @@ def test_every_capability_has_limits():
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_plans_know_the_shared_memory_of_a_cta(arch):
     """What the smallest SM of the family has, but for the share of the system."""
-    of_family = [v for v in VARIANTS if v.arch == arch.name]
-    served = {capability for v in of_family for capability in capabilities(v)}
-    smallest = min(occupancy.LIMITS[name].shared_bytes for name in served)
-    known = {audit.smem_capacity(v) for v in of_family}
-    assert known and max(known) == smallest - occupancy.SYSTEM_BYTES
+    smallest = min(occupancy.LIMITS[name].shared_bytes for name in arch.capabilities)
+    of_mma_sync = arch.kernels("fwd").folder == "mma_sync"
+    known = smem_capacity(arch.target) if of_mma_sync else SMEM_CAPACITY_BYTES
+    assert known == smallest - occupancy.SYSTEM_BYTES
+
+
+def test_what_another_family_borrows_fits_its_gpus_too():
+    lent, own = "bwd_sm80_bf16_d256_general_bias", "bwd_sm80_bf16_d256_general"
+    assert audit.smem_capacity(BY_NAME[lent]) == 99 * 1024
+    assert audit.smem_capacity(BY_NAME[own]) == 163 * 1024
 
 
 def test_occupancy_is_shown_by_capability_where_it_differs(kernel, monkeypatch):

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_fa.analysis import banks, machine_code, ptx_text, roofline
-from jax_fa.analysis.occupancy import Launch, Occupancy, occupancy
+from jax_fa.analysis.occupancy import LIMITS, SYSTEM_BYTES, Launch, Occupancy, occupancy
 from jax_fa.aot import cubins
-from jax_fa.kernels.edges import SMEM_CAPACITY_BYTES, Plan, PlanError
-from jax_fa.kernels.mma_sync import plan as mma_sync
+from jax_fa.kernels.edges import Plan, PlanError
 from jax_fa.kernels.sm100.tensor_plan import TMEM_COLS
 from jax_fa.spec import config
 from jax_fa.spec.arch import MMA, Operation
@@ -208,9 +207,8 @@ def plan_of(variant: Variant) -> Plan:
 
 def smem_capacity(variant: Variant) -> int:
     """The most shared memory, in bytes, that a CTA of ``variant`` may have on all its GPUs."""
-    if variant.kernels == "mma_sync":
-        return mma_sync.SMEM_CAPACITY_BYTES
-    return SMEM_CAPACITY_BYTES
+    smallest = min(LIMITS[capability].shared_bytes for capability in capabilities(variant))
+    return smallest - SYSTEM_BYTES
 
 
 def running(variant: Variant, gpu: roofline.Gpu) -> roofline.Gpu:

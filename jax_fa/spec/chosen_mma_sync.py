@@ -15,12 +15,18 @@ from jax_fa.spec.config_mma_sync import (
     MmaSyncBackward,
     MmaSyncBiasGradient,
     MmaSyncForward,
+    smem_capacity,
 )
 from jax_fa.spec.key import KernelKey
 
 
 def _capability(key: KernelKey) -> int:
     return capability_number(arch_of_target(key.arch).capabilities[0])
+
+
+def _is_roomy(key: KernelKey) -> bool:
+    """Whether an SM has 164 KB of shared memory or more, and not 100."""
+    return smem_capacity(key.arch) > 100 * 1024
 
 
 def _carries_pairs(key: KernelKey) -> bool:
@@ -44,7 +50,8 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     allow two; shared memory, with about 1 KB per CTA more than the tiles take, has to: 164 KB of
     8.0, 100 KB of 8.6, 8.9 and 12.x. KB of Q, keys and values: D = 64: 16 + 16 + 16, two CTAs
     everywhere; 96: 24 + 12 + 12, likewise; 128: 32 + 32 + 16, two on 8.0; 192/128: 48 + 18 + 12,
-    two on 8.0. With D = 256, a CTA has eight warps, and 64 + 16 + 16.
+    two on 8.0. With D = 256, a CTA has eight warps, and 64 + 32 + 32 on 8.0, which is 1.16 to 1.24
+    times as fast as 64 + 16 + 16, which fits in 100 KB (H200, sm_90 build).
 
     For 100 KB, D = 128 has tiles of its own, as those of 8.0 leave room for one CTA. Two CTAs with
     32 + 8 + 8 KB are 1.10 to 1.18 times as fast as that one, and with a window of 256 keys 1.25 to
@@ -68,11 +75,11 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     # A general mask takes registers: with 64 keys per step, some spill. On 12.x, pairs of floats
     # spill earlier; products take four times as many cycles there as on an A100, so that smaller
     # steps cost less (DSL 4.8.1).
-    is_general = key.mask == "general"
+    is_general, is_roomy = key.mask == "general", _is_roomy(key)
     if key.head_dim <= 128:
         if key.arch == "sm_86" and key.mask == "full":
             return _one_stage(64, warps=8)
-        if key.arch in ("sm_86", "sm_120"):
+        if not is_roomy:
             return _one_stage(32, packs_heads=packs_heads)
         # At the higher level, 24 bytes spill (DSL 4.8.1).
         return MmaSyncForward(
@@ -84,8 +91,13 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     if key.head_dim <= 192:
         is_tight = is_general and _carries_pairs(key)
         return _one_stage(32 if is_tight else 48, packs_heads=packs_heads)
-    opt_level = 1 if is_general and _carries_pairs(key) else 3
-    return _one_stage(32, warps=8, row_tiles=1, packs_heads=packs_heads, opt_level=opt_level)
+    return _one_stage(
+        64 if is_roomy else 32,
+        warps=8,
+        row_tiles=1,
+        packs_heads=packs_heads,
+        opt_level=1 if is_general and _carries_pairs(key) else 3,
+    )
 
 
 def _one_stage(block_kv: int, **rest: Any) -> MmaSyncForward:
@@ -137,8 +149,10 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     A thread holds a share of dK and dV, 128 elements with D = 64 and 128, and 32 elements each of
     P and dP. KB of shared memory: D = 64: 32 for K and V, 16 for a block of Q and dO, 16 for dS;
     96: 48 + 24 + 16; 128: 32 + 32 + 16 for P and dS. Of 64 and 128, two CTAs fit on 8.0, see
-    ``mma_sync_forward``. 192/128: 40 + 40 + 16. With D = 256, dK and dV of 16 keys are 256 elements
-    of a thread, so one warp has dK and another dV: 64 + two times 16 + 2 KB.
+    ``mma_sync_forward``. 192/128: 40 + 40 + 16; a second stage of Q and dO makes it 2 to 5 % slower
+    (H200, sm_90 build). With D = 256, dK and dV of 16 keys are 256 elements of a thread, so one
+    warp has dK and another dV: 64 + 64 + 8 KB; or, for 100 KB, 64 + two times 16 + 2, which takes
+    1.36 to 1.44 times as long (the same build). With a bias, 8.6 and 8.9 run the kernels of 8.0.
     """
     adds_four, is_12 = _capability(key) >= 90, _capability(key) >= 120
     bias_parts = 2 if key.has_bias else 1
@@ -157,7 +171,9 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
             opt_level=1 if key.mask == "full" else 3,
         )
     if key.head_dim > 192:
-        return replace(plain, stages=2, parts=4, splits_results=True, num_consumers=2)
+        whole = replace(plain, splits_results=True, num_consumers=2)
+        has_room = _is_roomy(key) and not key.has_bias
+        return whole if has_room else replace(whole, stages=2, parts=4)
     if key.head_dim > 128 or key.has_bias or is_12:
         # Otherwise 192/128, D = 128 on 12.x, and with a bias on 10.x, spill (DSL 4.8.1).
         return replace(plain, parts=bias_parts, splits_columns=True)

@@ -10,11 +10,9 @@ from __future__ import annotations
 from jax_fa.kernels.edges import WARPS_PER_GROUP, Buffer, Plan, PlanError, Role, check
 from jax_fa.kernels.mma_sync.panels import Panels
 from jax_fa.spec import division
-from jax_fa.spec.config_mma_sync import MmaSyncForward
+from jax_fa.spec.config_mma_sync import MmaSyncForward, smem_capacity
 from jax_fa.spec.key import KernelKey
 
-SMEM_CAPACITY_BYTES = 99 * 1024
-"""Shared memory that a CTA may have on the capabilities with the least: 8.6, 8.9 and 12.x."""
 REGISTERS = 255
 """Registers of a thread, at most."""
 
@@ -23,6 +21,12 @@ def check_groups(warps: int) -> None:
     """Raises unless warps come in groups of four, by which fragments count rows or keys."""
     if warps % WARPS_PER_GROUP:
         raise PlanError(f"{warps} warps are no warpgroups")
+
+
+def check_smem(plan: Plan, key: KernelKey) -> None:
+    """Raises unless a CTA may have as much shared memory as ``plan`` takes."""
+    if plan.smem_bytes > smem_capacity(key.arch):
+        raise PlanError(f"{plan.smem_bytes} bytes of smem of {smem_capacity(key.arch)}")
 
 
 def forward_plan(key: KernelKey, config: MmaSyncForward) -> Plan:
@@ -49,8 +53,7 @@ def forward_plan(key: KernelKey, config: MmaSyncForward) -> Plan:
     check_groups(config.warps)
     if not 1 <= config.value_stages <= config.stages <= 2:
         raise PlanError(f"{config.value_stages} stages of values, {config.stages} of keys")
-    if plan.smem_bytes > SMEM_CAPACITY_BYTES:
-        raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
+    check_smem(plan, key)
     if out.width != q.width:
         raise PlanError("rows of out lie over rows of q of the same warp only if as wide")
     for tile in (q, k, v):

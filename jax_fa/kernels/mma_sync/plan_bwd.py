@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from jax_fa.kernels.edges import WARP, Buffer, NamedBarrier, Plan, PlanError, Role, check
 from jax_fa.kernels.mma_sync.panels import Panels
-from jax_fa.kernels.mma_sync.plan import REGISTERS, SMEM_CAPACITY_BYTES, check_groups
+from jax_fa.kernels.mma_sync.plan import REGISTERS, check_groups, check_smem
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import MmaSyncBackward
 from jax_fa.spec.key import KernelKey
@@ -52,8 +52,7 @@ def backward_plan(key: KernelKey, config: MmaSyncBackward) -> Plan:
     )
     check(plan)
     check_groups(config.warps)
-    if plan.smem_bytes > SMEM_CAPACITY_BYTES:
-        raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
+    check_smem(plan, key)
     for tile in (k, v, q, dout):
         if tile.rows % tile.rows_of_pass(plan.threads):
             raise PlanError(f"{plan.threads} threads do not share {tile.rows} rows evenly")

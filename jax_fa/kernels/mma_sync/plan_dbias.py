@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from jax_fa.kernels.edges import Buffer, Plan, PlanError, Role, check
 from jax_fa.kernels.mma_sync.panels import Panels
-from jax_fa.kernels.mma_sync.plan import REGISTERS, SMEM_CAPACITY_BYTES
+from jax_fa.kernels.mma_sync.plan import REGISTERS, check_smem
 from jax_fa.spec.config_mma_sync import MmaSyncBiasGradient
 from jax_fa.spec.key import KernelKey
 
@@ -33,8 +33,7 @@ def dbias_plan(key: KernelKey, config: MmaSyncBiasGradient) -> Plan:
         barriers=(),
     )
     check(plan)
-    if plan.smem_bytes > SMEM_CAPACITY_BYTES:
-        raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
+    check_smem(plan, key)
     for tile in (q, k, v, dout):
         if tile.rows % tile.rows_of_pass(plan.threads):
             raise PlanError(f"{plan.threads} threads do not share {tile.rows} rows evenly")

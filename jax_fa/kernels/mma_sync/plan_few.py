@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_fa.kernels.edges import Buffer, Plan, PlanError, Role, check
 from jax_fa.kernels.mma_sync.panels import Panels
-from jax_fa.kernels.mma_sync.plan import REGISTERS, SMEM_CAPACITY_BYTES
+from jax_fa.kernels.mma_sync.plan import REGISTERS, check_smem
 from jax_fa.spec import division
 from jax_fa.spec.config_mma_sync import WARP_ROWS, FewQueries
 from jax_fa.spec.key import KernelKey
@@ -53,8 +53,7 @@ def few_plan(key: KernelKey, config: FewQueries) -> Plan:
         barriers=(),
     )
     check(plan)
-    if plan.smem_bytes > SMEM_CAPACITY_BYTES:
-        raise PlanError(f"{plan.smem_bytes} bytes of smem of {SMEM_CAPACITY_BYTES}")
+    check_smem(plan, key)
     for tile in (k, v):
         if tile.rows % tile.rows_of_pass(plan.threads):
             raise PlanError(f"{plan.threads} threads do not share {tile.rows} rows evenly")
