@@ -12,8 +12,7 @@ from helpers.recording import needs_compiler, needs_dsl, prebuilt
 from test_sm100_backward import call
 from test_split_keys import run
 
-from jax_fa.analysis import banks
-from jax_fa.analysis.occupancy import LIMITS, SYSTEM_BYTES
+from jax_fa.analysis import audit, banks
 from jax_fa.emulator import Options
 from jax_fa.emulator.faults import EmulationError
 from jax_fa.kernels.edges import PlanError
@@ -21,7 +20,7 @@ from jax_fa.kernels.mma_sync import plan, plan_bwd, plan_dbias, plan_few
 from jax_fa.kernels.mma_sync.panels import Panels
 from jax_fa.spec.config import choose_backward, choose_dbias, choose_forward
 from jax_fa.spec.key import KernelKey
-from jax_fa.spec.variants import VARIANTS, capabilities
+from jax_fa.spec.variants import VARIANTS
 
 KEY = KernelKey("sm_80", "bfloat16", 64, 64, "causal")
 FEW = replace(KEY, mask="general", is_split=True, is_few=True)
@@ -71,8 +70,7 @@ def plan_of(variant):
 @pytest.mark.parametrize("variant", OURS, ids=lambda variant: variant.name)
 def test_every_plan_fits_the_gpus_that_run_it(variant):
     made = plan_of(variant)
-    smallest = min(LIMITS[capability].shared_bytes for capability in capabilities(variant))
-    assert made.smem_bytes + SYSTEM_BYTES <= smallest
+    assert made.smem_bytes <= audit.smem_capacity(variant)
     assert made.threads * 256 <= 65536
 
 
