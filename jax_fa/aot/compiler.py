@@ -71,7 +71,7 @@ MAX_OPT_LEVEL = 3
 """Of the DSL, and its default."""
 
 _PACKAGE = Path(__file__).parents[1]
-FAMILIES = _PACKAGE / "spec" / "arch.py"
+_FAMILIES = _PACKAGE / "spec" / "arch.py"
 _CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward", "dbias": "choose_dbias"}
 _FORMAT = 2  # of cache entries; raised when this file would make others of the same inputs
 _CACHE_DAYS = 30
@@ -142,7 +142,7 @@ def sources(module: str) -> list[Path]:
         path = pending.pop()
         found.add(path)
         pending |= _imports(path, path.stat().st_mtime_ns) - found
-    return sorted(found - {FAMILIES})
+    return sorted(found - {_FAMILIES})
 
 
 @functools.lru_cache(maxsize=256)

@@ -224,10 +224,9 @@ ARCHS: tuple[Arch, ...] = (
         name="sm86",
         capabilities=("8.6", "8.9"),
         target="sm_86",
-        # Their SMs have 100 KB of shared memory, not 164: D = 256 needs other tiles, and with D =
-        # 128 the forward is the faster for some of its own.
+        # Their SMs have 100 KB of shared memory, not 164: D = 128 and 256 need other tiles.
         fwd=SomeKernels(Kernels("mma_sync", ((128, 128), (256, 256))), others="sm80"),
-        bwd=SomeKernels(Kernels("mma_sync", ((256, 256),)), others="sm80"),
+        bwd=SomeKernels(Kernels("mma_sync", ((128, 128), (256, 256))), others="sm80"),
         bias="sm80",
         few="sm80",
         rates=_MMA_SYNC_HALF,

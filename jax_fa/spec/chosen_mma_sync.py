@@ -141,6 +141,11 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     With D = 64, warps own 32 keys, with all columns. On 12.x, where products take four times as
     many cycles, eight warps of 16 keys hide more latency.
 
+    With D = 128, a CTA of eight warps on 8.0 has 128 keys, not 64: so Q and dO are loaded, and dQ
+    is added to memory, half as often. Beside two CTAs of 64 keys, forward and backward together are
+    1.03 to 1.08 times as fast under a full mask and 0.99 to 1.06 times under a causal one. General
+    masks keep 64 keys: windows would take 2 to 9 % longer (H200, sm_90 build, 512 to 16384 tokens).
+
     D = 96 has eight warps of 16 keys; before 12.x, a bias makes them share columns. Where an SM
     holds one CTA, as on 8.6 and 8.9, they make forward and backward together 1.10 to 1.19 times as
     fast as four warps that own 32 keys and share columns; where it holds two CTAs of these, as on
@@ -148,11 +153,12 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
 
     A thread holds a share of dK and dV, 128 elements with D = 64 and 128, and 32 elements each of
     P and dP. KB of shared memory: D = 64: 32 for K and V, 16 for a block of Q and dO, 16 for dS;
-    96: 48 + 24 + 16; 128: 32 + 32 + 16 for P and dS. Of 64 and 128, two CTAs fit on 8.0, see
-    ``mma_sync_forward``. 192/128: 40 + 40 + 16; a second stage of Q and dO makes it 2 to 5 % slower
-    (H200, sm_90 build). With D = 256, dK and dV of 16 keys are 256 elements of a thread, so one
-    warp has dK and another dV: 64 + 64 + 8 KB; or, for 100 KB, 64 + two times 16 + 2, which takes
-    1.36 to 1.44 times as long (the same build). With a bias, 8.6 and 8.9 run the kernels of 8.0.
+    96: 48 + 24 + 16; 128: 32 + 32 + 16 for P and dS, or 64 + two times 32 + 32. Of 64, and of 128
+    with 64 keys, two CTAs fit on 8.0, see ``mma_sync_forward``. 192/128: 40 + 40 + 16; a second
+    stage of Q and dO makes it 2 to 5 % slower (H200, sm_90 build). With D = 256, dK and dV of 16
+    keys are 256 elements of a thread, so one warp has dK and another dV: 64 + 64 + 8 KB; or, for
+    100 KB, 64 + two times 16 + 2, which takes 1.36 to 1.44 times as long (the same build). With a
+    bias, 8.6 and 8.9 run the kernels of 8.0.
     """
     adds_four, is_12 = _capability(key) >= 90, _capability(key) >= 120
     bias_parts = 2 if key.has_bias else 1
@@ -177,7 +183,9 @@ def mma_sync_backward(key: KernelKey) -> MmaSyncBackward:
     if key.head_dim > 128 or key.has_bias or is_12:
         # Otherwise 192/128, D = 128 on 12.x, and with a bias on 10.x, spill (DSL 4.8.1).
         return replace(plain, parts=bias_parts, splits_columns=True)
-    return replace(plain, warps=4, row_tiles=2, splits_columns=True)
+    pairs = replace(plain, row_tiles=2, splits_columns=True)
+    has_wide_tiles = _is_roomy(key) and key.mask != "general"
+    return replace(pairs, stages=2) if has_wide_tiles else replace(pairs, warps=4)
 
 
 def mma_sync_bias_gradient(key: KernelKey) -> MmaSyncBiasGradient:

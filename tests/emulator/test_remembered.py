@@ -15,6 +15,7 @@ from helpers.remembered import Remembered
 
 from jax_fa.aot import compiler
 from jax_fa.emulator import EmulationError, Launch, Memory, Options, emulate
+from jax_fa.spec.arch import arch_of_target
 from jax_fa.spec.config import choose_forward
 from jax_fa.spec.key import KernelKey
 
@@ -158,6 +159,13 @@ def test_files_are_made_once(tmp_path, monkeypatch):
     assert make_file("one")
 
 
+def replace_sms(target):
+    """The row of a family, with another number of multiprocessors."""
+    row = arch_of_target(target)
+    first, *rest = row.products
+    return replace(row, products=(first._replace(sms=first.sms + 1), *rest))
+
+
 def test_a_build_is_remembered_of_its_sources_and_its_test(tmp_path, monkeypatch):
     key = KernelKey("sm_90a", "bfloat16", 64, 64, "full")
     source, config = tmp_path / "source.py", choose_forward(key)
@@ -174,6 +182,9 @@ def test_a_build_is_remembered_of_its_sources_and_its_test(tmp_path, monkeypatch
     others.append(of_build())
     source.write_text("as it was")
     assert of_build() == first
+    with monkeypatch.context() as other_row:
+        other_row.setattr(recording, "arch_of_target", replace_sms)
+        others.append(of_build())
     ours = os.environ["PYTEST_CURRENT_TEST"]
     for test in ("test_remembered.py::test_other (call)", "test_barriers.py::test (call)"):
         monkeypatch.setenv("PYTEST_CURRENT_TEST", f"tests/emulator/{test}")

@@ -25,6 +25,7 @@ from jax_fa.aot.stand_ins import stand_ins
 from jax_fa.emulator import Launch
 from jax_fa.emulator.ptx import parse
 from jax_fa.spec.abi import Param
+from jax_fa.spec.arch import arch_of_target
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.variants import VARIANTS
 
@@ -114,9 +115,10 @@ def key_of_build(module: str, key: KernelKey, config: Any, name: str) -> str:
     """Changes with all that a build by the test that runs depends on, and with ``name``."""
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
     options = (compiler.options_of(key, config), compiler.dsl_distributions(), platform.machine())
-    digest = hashlib.sha256(repr((test, name, module, key, config, options)).encode())
+    row = arch_of_target(key.arch)
+    digest = hashlib.sha256(repr((test, name, module, key, config, row, options)).encode())
     own = TESTS.parent / test.partition("::")[0]
-    for path in (*compiler.sources(module), compiler.FAMILIES, *sources_of_test(own)):
+    for path in (*compiler.sources(module), *sources_of_test(own)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -25,7 +25,9 @@ from jax_fa.spec.variants import VARIANTS
 KEY = KernelKey("sm_80", "bfloat16", 64, 64, "causal")
 FEW = replace(KEY, mask="general", is_split=True, is_few=True)
 COLUMNS = replace(KEY, head_dim=128, value_dim=128)
-"""Two warps share columns in its backward; its forward has one stage of values."""
+"""Two warps share columns in its backward, of 128 keys; its forward has one stage of values."""
+SMALL = replace(COLUMNS, arch="sm_86")
+"""Its backward has 64 keys, and one stage of queries and dO."""
 ONE = replace(KEY, head_dim=96, value_dim=96)
 """Its forward has one stage of keys and one of values."""
 WIDE = replace(KEY, head_dim=256, value_dim=256)
@@ -39,10 +41,17 @@ OURS = [variant for variant in VARIANTS if variant.kernels == "mma_sync"]
 FORWARDS = {"fwd": KEY, "values": COLUMNS, "one": ONE}
 CASE = Case("growing", q_len=200, kv_len=260, heads=2, kv_heads=1, is_causal=True)
 """Two tiles of queries; ragged on both sides."""
-COLUMNS_CASE = replace(CASE, name="columns", q_len=130, kv_len=100, head_dim=128)
-"""Two tiles of keys and three blocks of queries."""
+COLUMNS_CASE = replace(CASE, name="columns", q_len=130, kv_len=160, head_dim=128)
+SMALL_CASE = replace(COLUMNS_CASE, kv_len=100)
+"""Both: two tiles of keys and three blocks of queries."""
 WIDE_CASE = replace(CASE, name="wide", q_len=90, kv_len=100, head_dim=256)
 """Two tiles of keys and two blocks of queries."""
+BACKWARD_CASES = {
+    "columns": COLUMNS_CASE,
+    "small": SMALL_CASE,
+    "wide": WIDE_CASE,
+    "parts": WIDE_CASE,
+}
 FEW_CASE = Case("few", batch=2, q_len=3, kv_len=600, heads=6, kv_heads=2, kv_lengths=(600, 50))
 """Several blocks of keys for one sequence; for the other, some warps see none."""
 SCHEDULES = tuple(
@@ -174,6 +183,7 @@ def faultless(tmp_path_factory):
         "one": ("mma_sync.fwd", ONE, choose_forward(ONE)),
         "bwd": ("mma_sync.bwd", KEY, choose_backward(KEY)),
         "columns": ("mma_sync.bwd", COLUMNS, choose_backward(COLUMNS)),
+        "small": ("mma_sync.bwd", SMALL, choose_backward(SMALL)),
         "wide": ("mma_sync.bwd", WIDE, choose_backward(WIDE)),
         "parts": ("mma_sync.bwd", PARTS, choose_backward(PARTS)),
         "four": ("mma_sync.bwd", FOUR, choose_backward(FOUR)),
@@ -202,9 +212,7 @@ def check(operation, built):
                 got = test_bias.call(built, operation, given, options=options)
                 test_bias.check(got, given)
         elif operation not in FORWARDS:
-            cases = {"columns": COLUMNS_CASE, "wide": WIDE_CASE, "parts": WIDE_CASE}
-            case = cases.get(operation, CASE)
-            got, wanted, *_ = call(built, case, options=options)
+            got, wanted, *_ = call(built, BACKWARD_CASES.get(operation, CASE), options=options)
             assert_close(got, wanted, "bfloat16")
         else:
             operands = growing(FORWARDS[operation].head_dim)
@@ -226,7 +234,7 @@ def everywhere(pattern, replacement, text):
     return changed
 
 
-# In backwards, those of the steps of a deterministic run come first, in "bwd" last.
+# In backwards, those of the steps of a deterministic run come first, in "bwd" and "columns" last.
 WAIT, BARRIER = r"cp\.async\.wait_group", r"bar\.sync"
 FAULTS = {
     "fwd-queries are not awaited": ("fwd", lambda t: without(WAIT, 0, t)),
@@ -280,19 +288,13 @@ FAULTS = {
         "bwd",
         lambda t: everywhere(r"\.x4\.trans\.", ".x4.", t),
     ),
-    "columns-queries are not awaited": ("columns", lambda t: without(WAIT, 1, t)),
-    "columns-queries of other warps are not awaited": (
-        "columns",
-        lambda t: without(BARRIER, 7, t),
-    ),
-    "columns-P and dS of the other warp are not awaited": (
-        "columns",
-        lambda t: without(BARRIER, 8, t),
-    ),
-    "columns-queries are replaced while they are read": (
-        "columns",
-        lambda t: without(BARRIER, 9, t),
-    ),
+    "columns-queries are not awaited": ("columns", lambda t: without(WAIT, 0, t)),
+    "columns-queries of other warps are not awaited": ("columns", lambda t: without(BARRIER, 2, t)),
+    "columns-P and dS of others are not awaited": ("columns", lambda t: without(BARRIER, 3, t)),
+    "small-queries are not awaited": ("small", lambda t: without(WAIT, 1, t)),
+    "small-queries of other warps are not awaited": ("small", lambda t: without(BARRIER, 7, t)),
+    "small-P and dS of others are not awaited": ("small", lambda t: without(BARRIER, 8, t)),
+    "small-queries are replaced while they are read": ("small", lambda t: without(BARRIER, 9, t)),
     "four-additions overwrite": (
         "four",
         lambda t: everywhere(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", "st.global.v4.f32", t),
@@ -322,9 +324,7 @@ FAULTS |= {
 }
 
 
-@pytest.mark.parametrize(
-    "operation", ["few", *FORWARDS, "bwd", "columns", "wide", "parts", "four", "dbias"]
-)
+@pytest.mark.parametrize("operation", ["few", *FORWARDS, "bwd", *BACKWARD_CASES, "four", "dbias"])
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @needs_dsl
 @needs_compiler
