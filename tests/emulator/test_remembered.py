@@ -159,8 +159,8 @@ def test_files_are_made_once(tmp_path, monkeypatch):
     assert make_file("one")
 
 
-def replace_sms(target):
-    """The row of a family, with another number of multiprocessors."""
+def row_with_another_sm(target):
+    """The row of a family, whose first GPU has one multiprocessor more."""
     row = arch_of_target(target)
     first, *rest = row.products
     return replace(row, products=(first._replace(sms=first.sms + 1), *rest))
@@ -183,7 +183,7 @@ def test_a_build_is_remembered_of_its_sources_and_its_test(tmp_path, monkeypatch
     source.write_text("as it was")
     assert of_build() == first
     with monkeypatch.context() as other_row:
-        other_row.setattr(recording, "arch_of_target", replace_sms)
+        other_row.setattr(recording, "arch_of_target", row_with_another_sm)
         others.append(of_build())
     ours = os.environ["PYTEST_CURRENT_TEST"]
     for test in ("test_remembered.py::test_other (call)", "test_barriers.py::test (call)"):

@@ -128,8 +128,9 @@ def test_tiles_of_an_a100_do_not_fit_where_an_sm_has_100_kb(target):
     key = replace(WIDE, arch=target)
     with pytest.raises(PlanError, match="bytes of smem of 101376"):
         plan.forward_plan(key, choose_forward(WIDE))
-    with pytest.raises(PlanError, match="bytes of smem of 101376"):
-        plan_bwd.backward_plan(key, choose_backward(WIDE))
+    for roomy in (WIDE, COLUMNS):
+        with pytest.raises(PlanError, match="bytes of smem of 101376"):
+            plan_bwd.backward_plan(replace(roomy, arch=target), choose_backward(roomy))
 
 
 @pytest.mark.parametrize(
