@@ -92,6 +92,7 @@ TOWERS = {
         Layer("kernels.dbias_rows", "cutlass cuda"),
         Layer("kernels.*_host", "cutlass cuda"),
         Layer("kernels.mma_sync.products", "cutlass cuda"),
+        Layer("kernels.mma_sync.probabilities", "cutlass cuda"),
         Layer("kernels.mma_sync.loads", "cutlass cuda"),
         Layer("kernels.mma_sync.*_work", "cutlass cuda"),
         Layer("kernels.mma_sync.*", "cutlass cuda"),

@@ -37,8 +37,10 @@ PARTS = replace(WIDE, arch="sm_86")
 FOUR = replace(KEY, arch="sm_120")
 """Its backward adds four floats at a time."""
 BIASED = replace(KEY, mask="general", has_bias=True)
+TWO = replace(KEY, mask="general")
+"""Its forward has two stages of both, and a branch for blocks that hide keys."""
 OURS = [variant for variant in VARIANTS if variant.kernels == "mma_sync"]
-FORWARDS = {"fwd": KEY, "values": COLUMNS, "one": ONE}
+FORWARDS = {"two": TWO, "values": COLUMNS, "one": ONE, "fwd": KEY}
 CASE = Case("growing", q_len=200, kv_len=260, heads=2, kv_heads=1, is_causal=True)
 """Two tiles of queries; ragged on both sides."""
 COLUMNS_CASE = replace(CASE, name="columns", q_len=130, kv_len=160, head_dim=128)
@@ -180,6 +182,7 @@ def faultless(tmp_path_factory):
     kinds = {
         "few": ("mma_sync.few", FEW, choose_forward(FEW)),
         "fwd": ("mma_sync.fwd", KEY, choose_forward(KEY)),
+        "two": ("mma_sync.fwd", TWO, choose_forward(TWO)),
         "values": ("mma_sync.fwd", COLUMNS, choose_forward(COLUMNS)),
         "one": ("mma_sync.fwd", ONE, choose_forward(ONE)),
         "bwd": ("mma_sync.bwd", KEY, choose_backward(KEY)),
@@ -238,11 +241,11 @@ def everywhere(pattern, replacement, text):
 # In backwards, those of the steps of a deterministic run come first, in "bwd" and "columns" last.
 WAIT, BARRIER = r"cp\.async\.wait_group", r"bar\.sync"
 FAULTS = {
-    "fwd-queries are not awaited": ("fwd", lambda t: without(WAIT, 0, t)),
-    "fwd-masked keys are not awaited": ("fwd", lambda t: without(WAIT, 1, t)),
-    "fwd-keys are not awaited": ("fwd", lambda t: without(WAIT, 2, t)),
-    "fwd-queries of other warps are not awaited": ("fwd", lambda t: without(BARRIER, 0, t)),
-    "fwd-masked keys of other warps are not awaited": ("fwd", lambda t: without(BARRIER, 1, t)),
+    "two-queries are not awaited": ("two", lambda t: without(WAIT, 0, t)),
+    "two-masked keys are not awaited": ("two", lambda t: without(WAIT, 1, t)),
+    "two-keys are not awaited": ("two", lambda t: without(WAIT, 2, t)),
+    "two-queries of other warps are not awaited": ("two", lambda t: without(BARRIER, 2, t)),
+    "two-masked keys of other warps are not awaited": ("two", lambda t: without(BARRIER, 3, t)),
     "fwd-values are not transposed": (
         "fwd",
         lambda t: everywhere(r"\.x4\.trans\.", ".x4.", t),

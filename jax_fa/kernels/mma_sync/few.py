@@ -348,7 +348,8 @@ def multiply_pv(
     config, tile, lane = variant.config, tiles_of(variant).v, products.thread_index() % edges.WARP
     values = x.smem.v + stage * tile.size_bytes + warp * (config.own_keys * tile.width)
     values = values + products.by_rows(tile, lane)
-    multiply_values(variant, [c], tile, values, config.own_keys)
+    for first in cutlass.range_constexpr(0, config.own_keys, products.DEPTH):
+        multiply_values(variant, [c], tile, values, first)
 
 
 @cute.jit

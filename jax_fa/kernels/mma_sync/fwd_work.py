@@ -144,6 +144,7 @@ def load_rows(
     array: cute.Tensor,
     work: Work,
     block: Int32,
+    is_whole: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Starts the load of a block of keys or values, by all threads.
 
@@ -156,21 +157,25 @@ def load_rows(
         array: (S, width, K, B).
         work: the work whose keys they are.
         block: the number of the key block.
+        is_whole: whether all of the block's rows are known to be there.
     """
     mine, span = piece_of_thread(tile, variant.plan.threads), work.span
     step = tile.rows_of_pass(variant.plan.threads)
     # Two registers in the loop; addresses of the head's keys and values would take four.
     kv_head, batch = (primitives.opaque(i) for i in (work.tile.kv_head, work.tile.batch))
     rows = array[None, None, kv_head, batch]
-    # Opaque, or the limits of a row's panels would take registers in the loop over blocks.
-    there = Limits(primitives.opaque(span.swept_len), cute.size(rows, mode=[1]))
+    # Opaque, or the limits of a row's panels would take registers in the loop over blocks. A row of
+    # a whole block counts as the first of one, which saves a comparison.
+    num_rows = Int32(1) if is_whole else primitives.opaque(span.swept_len)
+    there = Limits(num_rows, cute.size(rows, mode=[1]))
     # HAZARD: if segments leave a tile without keys, ``block`` may be any number.
     first = block * tile.rows + mine.row
     place = target + mine.place(tile, mine.row)
     for i in cutlass.range_constexpr(tile.rows // step):
         row = first + i * step
         source = address_of_row(rows, span.swept_start + row) + mine.column_bytes(tile)
-        copy_row(tile, mine, place + i * step * tile.width, source, row, there)
+        counted = Int32(0) if is_whole else row
+        copy_row(tile, mine, place + i * step * tile.width, source, counted, there)
 
 
 @cute.jit
@@ -204,12 +209,19 @@ def multiply_values(
     rows: list,
     tile: cutlass.Constexpr,
     place: Int32,
-    number: cutlass.Constexpr[int],
+    first: cutlass.Constexpr[int],
 ) -> None:
-    """Adds values, weighted by the probabilities, to O; arguments as in ``multiply_keys``."""
-    for k in cutlass.range_constexpr(0, number, products.DEPTH):
-        a = [products.rounded_operand(one.scores, k, variant.dtype) for one in rows]
-        for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):
-            b = products.fetch(tile.beside(place, n) + k * tile.width, is_transposed=True)
-            for i in cutlass.range_constexpr(len(rows)):
-                products.multiply(rows[i].out, n // products.COLUMNS, a[i], b, variant.dtype)
+    """Adds the values of 16 keys, weighted by their probabilities, to O.
+
+    Args:
+        variant: the variant.
+        rows: the holders of the probabilities and of O, one for each tile of 16 query rows.
+        tile: the layout of the values.
+        place: the address from which the lane fetches the block's first values.
+        first: the first of the keys in the block.
+    """
+    a = [products.rounded_operand(one.scores, first, variant.dtype) for one in rows]
+    for n in cutlass.range_constexpr(0, variant.key.value_dim, 2 * products.COLUMNS):
+        b = products.fetch(tile.beside(place, n) + first * tile.width, is_transposed=True)
+        for i in cutlass.range_constexpr(len(rows)):
+            products.multiply(rows[i].out, n // products.COLUMNS, a[i], b, variant.dtype)
