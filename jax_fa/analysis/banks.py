@@ -208,7 +208,7 @@ def hopper_forward(key: KernelKey, config: HopperForward) -> tuple[Access, ...]:
 
 
 def mma_sync_forward(key: KernelKey, config: MmaSyncForward) -> tuple[Access, ...]:
-    """Accesses of the forward by mma.sync: ``mma_sync/fwd.py``."""
+    """Accesses of the forward by mma.sync: ``mma_sync/fwd.py``, ``fwd_results.py``."""
     q, out = _tile(config.block_q, key.head_dim), _tile(config.block_q, key.value_dim)
     k, v = _tile(config.block_kv, key.head_dim), _tile(config.block_kv, key.value_dim)
     return (

@@ -156,6 +156,42 @@ def all_columns_are_stored(monkeypatch):
     monkeypatch.setattr(backward_rows, "store_rows", wrong)
 
 
+def columns_of_out_end_where_tiles_do(monkeypatch):
+    """What the forward stores goes on into the columns of the next head."""
+    from jax_fa.kernels.mma_sync import fwd_results
+
+    monkeypatch.setattr(fwd_results, "PIECE", 0)
+
+
+def with_more_rows(monkeypatch, name):
+    """A step of the forward's results takes its tile's rows for queries, all of them."""
+    from jax_fa.kernels.forward_work import Work
+    from jax_fa.kernels.mma_sync import fwd_results
+
+    right = getattr(fwd_results, name)
+
+    def wrong(variant, x, *rest):
+        changed = [
+            one._replace(span=one.span._replace(own_slot=one.span.own_slot + MANY))
+            if isinstance(one, Work)
+            else one
+            for one in rest
+        ]
+        right(variant, x, *changed)
+
+    monkeypatch.setattr(fwd_results, name, wrong)
+
+
+def rows_of_out_end_where_tiles_do(monkeypatch):
+    """Out is stored for rows behind the last query."""
+    with_more_rows(monkeypatch, "copy_rows")
+
+
+def rows_of_lse_end_where_tiles_do(monkeypatch):
+    """Lse is stored for rows behind the last query."""
+    with_more_rows(monkeypatch, "finish_rows")
+
+
 def check(module, built):
     """Asserts that a kernel is right with narrow heads."""
     if module.endswith("bwd"):
@@ -182,6 +218,9 @@ def made(folder, module, fault):
     ("module", "fault"),
     [
         ("mma_sync.fwd", heads_end_where_tiles_do),
+        ("mma_sync.fwd", columns_of_out_end_where_tiles_do),
+        ("mma_sync.fwd", rows_of_out_end_where_tiles_do),
+        ("mma_sync.fwd", rows_of_lse_end_where_tiles_do),
         ("mma_sync.bwd", heads_end_where_tiles_do),
         ("mma_sync.bwd", all_columns_are_stored),
         ("sm90.bwd", all_columns_are_stored),

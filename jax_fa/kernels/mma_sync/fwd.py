@@ -26,7 +26,6 @@ from jax_fa.kernels import (
     edges,
     fragment_softmax,
     fragments,
-    primitives,
     softmax,
     tiles,
 )
@@ -41,20 +40,14 @@ from jax_fa.kernels.forward_work import (
     Scalars,
     Variant,
     Work,
-    batch_of_part,
     below,
     narrow_keys,
     tile_at,
     work_on,
 )
-from jax_fa.kernels.fragment_rows import (
-    finish_rows,
-    mask_by_place,
-    mask_by_words,
-    rows_of_thread,
-    store_part,
-)
+from jax_fa.kernels.fragment_rows import mask_by_place, mask_by_words
 from jax_fa.kernels.mma_sync import probabilities, products, shell
+from jax_fa.kernels.mma_sync.fwd_results import store
 from jax_fa.kernels.mma_sync.fwd_work import (
     ForwardContext,
     ForwardSmem,
@@ -65,11 +58,13 @@ from jax_fa.kernels.mma_sync.fwd_work import (
     make_row_tiles,
     multiply_keys,
     multiply_values,
+    put_down,
     row_step,
+    taken_up,
     tiles_of,
 )
-from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE, PIECE_BYTES
-from jax_fa.kernels.mma_sync.plan import forward_plan
+from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES
+from jax_fa.kernels.mma_sync.plan import TILE_WORDS, forward_plan
 from jax_fa.kernels.primitives import dense
 from jax_fa.kernels.unmasked import next_hides_pairs
 from jax_fa.spec import division
@@ -94,6 +89,7 @@ def kernel(
             cute.struct.MemRange[dtype, config.value_stages * layout.v.elements], ALIGNMENT_BYTES
         ]
         found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
+        tile: cute.struct.MemRange[Int32, TILE_WORDS]
 
     storage = SmemAllocator().allocate(Storage)
     smem = ForwardSmem(
@@ -101,6 +97,7 @@ def kernel(
         k=storage.k.data_ptr().toint(),
         v=storage.v.data_ptr().toint(),
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
+        tile=storage.tile.get_tensor(cute.make_layout(TILE_WORDS)),
     )
     x = ForwardContext(arrays, scalars, order, smem, packing)
     shell.narrow(variant, x, narrow_keys)
@@ -201,8 +198,10 @@ def load_v(
 @cute.jit
 def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
     """Computes the tile of the CTA."""
-    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
+    tile = tile_at(variant, x, Int32(0))
+    work = work_on(variant, x, tile)
     if work.tile.is_valid:
+        put_down(x, tile)
         rows = make_row_tiles(variant)
         newest = work.blocks.end - 1
         at = Place(newest, work.num_blocks, next_hides_pairs(variant, x, work.blocks, newest))
@@ -234,12 +233,7 @@ def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
                 at = step(variant, True, x, rows, queries, work, at)
             while at.remaining > 0:
                 at = step(variant, False, x, rows, queries, work, at)
-        band = primitives.opaque(x.order.heads_per_band)
-        x = x._replace(order=x.order._replace(heads_per_band=band))
-        work = work_on(variant, x, tile_at(variant, x, Int32(0)))
-        for i in cutlass.range_constexpr(len(rows)):
-            first = first_row(products.thread_index()) + i * row_step(variant)
-            store(variant, x, anew(rows[i]), first, work)
+        store(variant, x, [anew(one) for one in rows], work_on(variant, x, taken_up(x)))
 
 
 def fetch_q(variant: Variant, x: ForwardContext) -> list[list[products.Four]]:
@@ -438,51 +432,3 @@ def accumulate(
     for i in cutlass.range_constexpr(len(rows)):
         for row in cutlass.range_constexpr(fragments.ROWS):
             probabilities.add_sums(rows[i].state, row, rises[i][row], sums[i][row])
-
-
-@cute.jit
-def store(
-    variant: cutlass.Constexpr, x: ForwardContext, rows: RowTile, first: Int32, work: Work
-) -> None:
-    """Normalises the accumulator and writes 16 rows of out and of lse, from row ``first`` on."""
-    positions = rows_of_thread(variant, x, rows, work)
-    finish_rows(variant, x, rows, work, positions, rows.state)
-    if const_expr(variant.is_split):
-        store_part(x, rows, work, positions, batch_of_part(variant, x, work))
-    else:
-        store_rounded(variant, x, rows, first, work)
-
-
-@cute.jit
-def store_rounded(
-    variant: cutlass.Constexpr, x: ForwardContext, rows: RowTile, first: Int32, work: Work
-) -> None:
-    """Rounds 16 rows and writes them through shared memory, in whole lines of global memory."""
-    tile, lane = tiles_of(variant).out, cute.arch.lane_idx()
-    rounded = cute.make_rmem_tensor_like(rows.out, variant.dtype)
-    primitives.narrow(rows.out, rounded)
-    pairs = fragments.pairs_by_row(rounded)
-    # HAZARD: out overwrites the warp's queries, which all its lanes have multiplied by now.
-    cute.arch.sync_warp()
-    for r in cutlass.range_constexpr(fragments.ROWS):
-        row = first + lane // 4 + 8 * r
-        for i in cutlass.range_constexpr(cute.size(pairs, mode=[1])):
-            panel, piece = divmod(i, tile.pieces)
-            place = x.smem.q + tile.place(row, piece) + panel * tile.panel_bytes
-            products.store_word(place + lane % 4 * 4, pairs[r, i])
-    cute.arch.sync_warp()
-    span = work.span
-    step = tile.rows_of_pass(edges.WARP)
-    piece = lane % tile.pieces
-    for i in cutlass.range_constexpr(products.DEPTH // step):
-        row = first + i * step + lane // tile.pieces
-        position = span.first_row + row
-        if position < span.own_slot:
-            place = x.smem.q + tile.place(row, piece)
-            out = x.arrays.out_rows[None, None, work.tile.head, work.tile.batch]
-            out = out[span.own_start + position, None]
-            target = out.iterator.toint() + piece * PIECE_BYTES
-            for panel in cutlass.range_constexpr(tile.num_panels):
-                if piece * PIECE + panel * tile.panel < cute.size(x.arrays.out_rows, mode=[1]):
-                    four = products.load_piece(place + panel * tile.panel_bytes)
-                    products.store_piece(target + panel * tile.width, four)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Variant, Work, row_of_tile
@@ -32,6 +32,7 @@ class ForwardSmem(NamedTuple):
     k: Int32  # of the first of ``stages``
     v: Int32  # of the first of ``value_stages``
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
+    tile: cute.Tensor  # (TILE_WORDS,) which tile the CTA has
 
 
 class ForwardContext(NamedTuple):
@@ -42,6 +43,20 @@ class ForwardContext(NamedTuple):
     order: tiles.Order
     smem: ForwardSmem
     packing: Any  # division.Packing, or None if the variant does not pack heads
+
+
+@cute.jit
+def put_down(x: ForwardContext, tile: tiles.Tile) -> None:
+    """Writes which tile the CTA has to shared memory. It can be read after the next barrier."""
+    if cute.arch.thread_idx()[0] == 0:
+        words = tile[1:]
+        for i in cutlass.range_constexpr(len(words)):
+            x.smem.tile[i] = words[i]
+
+
+def taken_up(x: ForwardContext) -> tiles.Tile:
+    """The tile that ``put_down`` wrote: no register holds it through the loop over keys."""
+    return tiles.Tile(Boolean(True), *(x.smem.tile[i] for i in range(len(tiles.Tile._fields) - 1)))
 
 
 def tiles_of(variant: Variant) -> ForwardTiles:

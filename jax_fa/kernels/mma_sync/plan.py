@@ -16,6 +16,9 @@ from jax_fa.spec.key import KernelKey
 REGISTERS = 255
 """Registers of a thread, at most."""
 
+TILE_WORDS = 5
+"""Words that describe the tile of a CTA."""
+
 
 def check_groups(warps: int) -> None:
     """Raises unless warps come in groups of four, by which fragments count rows or keys."""
@@ -45,6 +48,7 @@ def forward_plan(key: KernelKey, config: MmaSyncForward) -> Plan:
             Buffer("k", k.size_bytes * config.stages),
             Buffer("v", v.size_bytes * config.value_stages),
             Buffer("found", 4 * division.FOUND_WORDS),  # what segments and a mask say of a tile
+            Buffer("tile", 4 * TILE_WORDS),  # which one it is, to be read again after the keys
             Buffer("out", out.size_bytes, "q", "a warp's rows of q are dead after its last S"),
         ),
         barriers=(),
