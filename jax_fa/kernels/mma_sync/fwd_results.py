@@ -64,7 +64,10 @@ def finish_rows(
     for i in cutlass.range_constexpr(len(rows)):
         factors, out_rows = [], fragments.by_row(rows[i].out)
         for r in cutlass.range_constexpr(fragments.ROWS):
-            row, (factor, lse) = positions[i][r], results[i * fragments.ROWS + r]
+            row = positions[i][r]
+            # Not in one statement: the compiler (DSL 4.8.1) overlooks names in nested targets, and
+            # the branch below would not change them.
+            factor, lse = results[i * fragments.ROWS + r]
             if const_expr(variant.is_general):
                 if row.position >= span.own_len:
                     factor, lse = Float32(0.0), -Float32.inf
