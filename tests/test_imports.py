@@ -94,6 +94,7 @@ TOWERS = {
         Layer("kernels.mma_sync.products", "cutlass cuda"),
         Layer("kernels.mma_sync.probabilities", "cutlass cuda"),
         Layer("kernels.mma_sync.loads", "cutlass cuda"),
+        Layer("kernels.mma_sync.fwd_order", "cutlass cuda"),
         Layer("kernels.mma_sync.*_work", "cutlass cuda"),
         Layer("kernels.mma_sync.*", "cutlass cuda"),
         Layer("kernels.sm*.shell", "cutlass cuda"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -154,6 +155,40 @@ def check_shapes_of_models():
                 assert excess(shape, orders.lists(shape)) <= 1.05
 
 
+def check_ctas_of_one_tile():
+    """``fwd_order`` finds the tiles of ``tiles.one_per_cta``, which divides."""
+    from jax_fa.kernels import tiles
+    from jax_fa.kernels.mma_sync import fwd_order
+
+    draw = random.Random(0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        orders, number = Orders(monkeypatch), 0
+        dsl = SimpleNamespace(
+            ceil_div=ceil_div,
+            fast_divmod_create_divisor_v2=int,
+            arch=SimpleNamespace(block_idx=lambda: (number, 0, 0)),
+        )
+        for name, value in {"cute": dsl, "Int32": int, "Boolean": bool}.items():
+            monkeypatch.setattr(fwd_order, name, value)
+        monkeypatch.setattr(tiles, "Boolean", bool)
+        is_uneven = set()
+        for _ in range(200):
+            group = draw.choice((1, 1, 3, 4))
+            shape = draw_shape(draw)
+            heads = group * draw.randint(1, 8)
+            num_heads, num_blocks = heads * draw.randint(1, 5), min(shape.num_blocks, 20)
+            order = orders.make_order(
+                num_heads, heads, group, num_blocks, shape.bytes_per_head, shape.num_ctas
+            )
+            is_uneven.add(num_heads % order.heads_per_band > 0)
+            own = fwd_order.cta_order(order)
+            for number in range(num_heads * num_blocks):
+                orders.cta = number
+                found = fwd_order.tile_of_cta.__wrapped__(own)
+                assert found == tiles.one_per_cta.__wrapped__(order, 0)
+        assert is_uneven == {False, True}
+
+
 def in_own_process(check):
     # Where the DSL compiled these functions before, they are no longer those of ints.
     folder = str(Path(__file__).parent)
@@ -170,3 +205,7 @@ def test_work_is_even_and_every_tile_is_there_once():
 
 def test_work_of_long_causal_heads_is_even_to_a_twentieth():
     in_own_process("check_shapes_of_models")
+
+
+def test_ctas_of_one_tile_find_it_without_dividing():
+    in_own_process("check_ctas_of_one_tile")

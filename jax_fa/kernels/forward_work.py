@@ -112,10 +112,8 @@ class Work(NamedTuple):
 
 @cute.jit
 def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
-    """Returns the tile at position ``slot`` of this CTA's list, where CTAs share no products."""
-    if const_expr(not variant.config.is_persistent):
-        tile = tiles.one_per_cta(x.order, slot)
-    elif const_expr(variant.key.mask == "full"):
+    """Returns the tile at position ``slot`` of this CTA's list, where they are persistent."""
+    if const_expr(variant.key.mask == "full"):
         tile = tiles.row_order(x.order, slot)
     elif const_expr(variant.key.mask == "causal"):
         tile = tiles.longest_first(x.order, slot)
@@ -242,10 +240,9 @@ def batch_of_part(variant: Variant, x: Any, work: Work) -> Int32:
 
 
 @cute.jit
-def narrow_keys(variant: cutlass.Constexpr, x: Any) -> None:
+def narrow_keys(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> None:
     """Narrows the only tile's keys by segments and mask, in ``smem.found``. All threads call."""
     scalars, config = x.scalars, variant.config
-    tile = tile_at(variant, x, Int32(0))
     span = span_of(variant, x, tile)
     blocks = seen_from(variant, x, span).blocks
     end = cutlass.min(blocks.end * config.block_kv, span.swept_len)

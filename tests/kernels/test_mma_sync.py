@@ -161,6 +161,14 @@ def test_a_backward_that_does_not_fit_is_refused(change, complaint):
         plan_bwd.backward_plan(key, replace(choose_backward(key), **change))
 
 
+@needs_dsl
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of the DSL, within the DSL
+def test_shared_memory_holds_all_of_a_tile_but_that_there_is_one():
+    from jax_fa.kernels import tiles
+
+    assert plan.TILE_WORDS == len(set(tiles.Tile._fields) - {"is_valid"})
+
+
 @pytest.mark.parametrize("columns", [16, 32, 64, 96, 128, 192, 256])
 def test_pieces_lie_where_the_count_of_bank_conflicts_has_them(columns):
     tile, counted = Panels(48, columns), banks.Tile(48, columns, columns)

@@ -30,7 +30,6 @@ from jax_fa.kernels import (
     fragments,
     primitives,
     softmax,
-    tiles,
 )
 from jax_fa.kernels.forward_host import ForwardCall, forward_entry, forward_order
 from jax_fa.kernels.forward_work import (
@@ -40,14 +39,18 @@ from jax_fa.kernels.forward_work import (
     Work,
     batch_of_part,
     below,
-    narrow_keys,
     row_of_tile,
     sink_of,
-    tile_at,
     work_on,
 )
 from jax_fa.kernels.fragment_rows import mask_by_place, mask_by_words
 from jax_fa.kernels.mma_sync import products, shell
+from jax_fa.kernels.mma_sync.fwd_order import (
+    CtaOrder,
+    cta_order,
+    narrow_keys_of_cta,
+    tile_of_cta,
+)
 from jax_fa.kernels.mma_sync.fwd_work import load_rows, multiply_keys, multiply_values
 from jax_fa.kernels.mma_sync.loads import address_of_row
 from jax_fa.kernels.mma_sync.panels import ALIGNMENT_BYTES, PIECE, PIECE_BYTES, Panels
@@ -87,7 +90,7 @@ class FewContext(NamedTuple):
 
     arrays: Arrays
     scalars: Scalars
-    order: tiles.Order
+    order: CtaOrder
     smem: FewSmem
     packing: Any  # division.Packing
 
@@ -156,7 +159,7 @@ def launch_parts(variant: cutlass.Constexpr, call: ForwardCall) -> None:
     group = queries.heads // call.keys.heads
     packing = division.packing(config.block_q, group, config.granule)
     order, num_ctas = forward_order(variant, call, packing)
-    kernel(variant, arrays, call.scalars, order, packing).launch(
+    kernel(variant, arrays, call.scalars, cta_order(order), packing).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
         stream=call.stream,
@@ -166,7 +169,7 @@ def launch_parts(variant: cutlass.Constexpr, call: ForwardCall) -> None:
 
 @cute.kernel
 def kernel(
-    variant: cutlass.Constexpr, arrays: Arrays, scalars: Scalars, order: tiles.Order, packing: Any
+    variant: cutlass.Constexpr, arrays: Arrays, scalars: Scalars, order: CtaOrder, packing: Any
 ) -> None:
     """Device entry: shared memory, and the tile of the CTA."""
     layout, config, dtype = tiles_of(variant), variant.config, variant.dtype
@@ -190,41 +193,40 @@ def kernel(
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     x = FewContext(arrays, scalars, order, smem, packing)
-    shell.narrow(variant, x, narrow_keys)
+    shell.narrow(variant, x, narrow_keys_of_cta)
     attend(variant, x)
 
 
 @cute.jit
 def attend(variant: cutlass.Constexpr, x: FewContext) -> None:
     """Computes the tile of the CTA."""
-    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
-    if work.tile.is_valid:
-        c = Share(
-            scores=fragments.accumulator(variant.config.own_keys),
-            out=fragments.accumulator(variant.key.value_dim),
-            state=fragment_softmax.make_row_state(),
-            index=Int32(0),
-            thread=products.thread_index() % edges.WARP,
-        )
-        at = Place(work.blocks.end - 1, work.num_blocks)
-        load_q(variant, x, work)
-        load_block(variant, x, work, at)
-        fragment_softmax.reset(c.state)
-        c.out.fill(0.0)
-        queries = None
-        if const_expr(variant.config.q_in_registers):
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            place = place_of_queries(variant, x)
-            columns = range(0, variant.key.head_dim, products.DEPTH)
-            queries = [fetch_q(variant, place, column) for column in columns]
-        while at.remaining > 0:
-            at = step(variant, x, c, queries, work, at)
-        # HAZARD: sums overwrite keys and values, which all warps have multiplied by now.
+    work = work_on(variant, x, tile_of_cta(x.order))
+    c = Share(
+        scores=fragments.accumulator(variant.config.own_keys),
+        out=fragments.accumulator(variant.key.value_dim),
+        state=fragment_softmax.make_row_state(),
+        index=Int32(0),
+        thread=products.thread_index() % edges.WARP,
+    )
+    at = Place(work.blocks.end - 1, work.num_blocks)
+    load_q(variant, x, work)
+    load_block(variant, x, work, at)
+    fragment_softmax.reset(c.state)
+    c.out.fill(0.0)
+    queries = None
+    if const_expr(variant.config.q_in_registers):
+        cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        put_sums(variant, x, c)
-        cute.arch.sync_threads()
-        store(variant, x, work)
+        place = place_of_queries(variant, x)
+        columns = range(0, variant.key.head_dim, products.DEPTH)
+        queries = [fetch_q(variant, place, column) for column in columns]
+    while at.remaining > 0:
+        at = step(variant, x, c, queries, work, at)
+    # HAZARD: sums overwrite keys and values, which all warps have multiplied by now.
+    cute.arch.sync_threads()
+    put_sums(variant, x, c)
+    cute.arch.sync_threads()
+    store(variant, x, work)
 
 
 @cute.jit

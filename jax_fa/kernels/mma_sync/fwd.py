@@ -27,7 +27,6 @@ from jax_fa.kernels import (
     fragment_softmax,
     fragments,
     softmax,
-    tiles,
 )
 from jax_fa.kernels.forward_host import (
     ForwardCall,
@@ -41,12 +40,16 @@ from jax_fa.kernels.forward_work import (
     Variant,
     Work,
     below,
-    narrow_keys,
-    tile_at,
     work_on,
 )
 from jax_fa.kernels.fragment_rows import mask_by_place, mask_by_words
 from jax_fa.kernels.mma_sync import probabilities, products, shell
+from jax_fa.kernels.mma_sync.fwd_order import (
+    CtaOrder,
+    cta_order,
+    narrow_keys_of_cta,
+    tile_of_cta,
+)
 from jax_fa.kernels.mma_sync.fwd_results import store
 from jax_fa.kernels.mma_sync.fwd_work import (
     ForwardContext,
@@ -74,7 +77,7 @@ from jax_fa.spec.key import KernelKey
 
 @cute.kernel
 def kernel(
-    variant: cutlass.Constexpr, arrays: Arrays, scalars: Scalars, order: tiles.Order, packing: Any
+    variant: cutlass.Constexpr, arrays: Arrays, scalars: Scalars, order: CtaOrder, packing: Any
 ) -> None:
     """Device entry: shared memory, and the tile of the CTA."""
     layout, config, dtype = tiles_of(variant), variant.config, variant.dtype
@@ -100,7 +103,7 @@ def kernel(
         tile=storage.tile.get_tensor(cute.make_layout(TILE_WORDS)),
     )
     x = ForwardContext(arrays, scalars, order, smem, packing)
-    shell.narrow(variant, x, narrow_keys)
+    shell.narrow(variant, x, narrow_keys_of_cta)
     attend(variant, x)
 
 
@@ -126,7 +129,7 @@ def plain_arrays(variant: Any, call: ForwardCall) -> Arrays:
 def launch(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = None) -> None:
     """Launches the kernel; ``packing`` as in ``ForwardContext``."""
     order, num_ctas = forward_order(variant, call, packing)
-    kernel(variant, plain_arrays(variant, call), call.scalars, order, packing).launch(
+    kernel(variant, plain_arrays(variant, call), call.scalars, cta_order(order), packing).launch(
         grid=(num_ctas, 1, 1),
         block=(variant.plan.threads, 1, 1),
         stream=call.stream,
@@ -154,86 +157,59 @@ def stage_of(stages: int, at: Place) -> Int32:
 
 
 @cute.jit
-def load_k(
+def load_block(
     variant: cutlass.Constexpr,
     x: ForwardContext,
+    name: cutlass.Constexpr[str],
     work: Work,
     at: Place,
     is_whole: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """Starts the load of a block of keys; ``is_whole`` as in ``load_rows``."""
-    tile = tiles_of(variant).k
-    load_rows(
-        variant,
-        tile,
-        x.smem.k + stage_of(variant.config.stages, at) * tile.size_bytes,
-        x.arrays.k,
-        work,
-        at.block,
-        is_whole,
-    )
-
-
-@cute.jit
-def load_v(
-    variant: cutlass.Constexpr,
-    x: ForwardContext,
-    work: Work,
-    at: Place,
-    is_whole: cutlass.Constexpr[bool] = False,
-) -> None:
-    """Starts the load of a block of values; ``is_whole`` as in ``load_rows``."""
-    tile = tiles_of(variant).v
-    load_rows(
-        variant,
-        tile,
-        x.smem.v + stage_of(variant.config.value_stages, at) * tile.size_bytes,
-        x.arrays.v,
-        work,
-        at.block,
-        is_whole,
-    )
+    """Starts the load of a block of keys ("k") or values ("v"); ``is_whole``: ``load_rows``."""
+    tile, config = getattr(tiles_of(variant), name), variant.config
+    stages = {"k": config.stages, "v": config.value_stages}[name]
+    place = getattr(x.smem, name) + stage_of(stages, at) * tile.size_bytes
+    load_rows(variant, tile, place, getattr(x.arrays, name), work, at.block, is_whole)
 
 
 @cute.jit
 def attend(variant: cutlass.Constexpr, x: ForwardContext) -> None:
     """Computes the tile of the CTA."""
-    tile = tile_at(variant, x, Int32(0))
+    tile = tile_of_cta(x.order)
     work = work_on(variant, x, tile)
-    if work.tile.is_valid:
-        put_down(x, tile)
-        rows = make_row_tiles(variant)
-        newest = work.blocks.end - 1
-        at = Place(newest, work.num_blocks, next_hides_pairs(variant, x, work.blocks, newest))
-        load_queries(variant, x, tiles_of(variant).q, x.smem.q, x.arrays.q, work)
-        load_k(variant, x, work, at)
-        if const_expr(variant.config.value_stages > 1):
-            load_v(variant, x, work, at)
-        cute.arch.cp_async_commit_group()
-        for i in cutlass.range_constexpr(len(rows)):
-            fragment_softmax.reset(rows[i].state)
-            rows[i].out.fill(0.0)
-        queries = None
-        if const_expr(variant.config.q_in_registers):
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            queries = fetch_q(variant, x)
-        if const_expr(variant.config.branches_steps):
-            while at.remaining > 0:
-                if at.hides:
-                    at = step(variant, True, x, rows, queries, work, at)
-                else:
-                    at = step(variant, False, x, rows, queries, work, at)
-        elif const_expr(variant.is_general):
-            while at.remaining > 0:
-                at = step(variant, at.hides, x, rows, queries, work, at)
-        else:
-            unmasked = cutlass.max(work.blocks.full_end, work.blocks.start) - work.blocks.start
-            while at.remaining > unmasked:
+    put_down(x, tile)
+    rows = make_row_tiles(variant)
+    newest = work.blocks.end - 1
+    at = Place(newest, work.num_blocks, next_hides_pairs(variant, x, work.blocks, newest))
+    load_queries(variant, x, tiles_of(variant).q, x.smem.q, x.arrays.q, work)
+    load_block(variant, x, "k", work, at)
+    if const_expr(variant.config.value_stages > 1):
+        load_block(variant, x, "v", work, at)
+    cute.arch.cp_async_commit_group()
+    for i in cutlass.range_constexpr(len(rows)):
+        fragment_softmax.reset(rows[i].state)
+        rows[i].out.fill(0.0)
+    queries = None
+    if const_expr(variant.config.q_in_registers):
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        queries = fetch_q(variant, x)
+    if const_expr(variant.config.branches_steps):
+        while at.remaining > 0:
+            if at.hides:
                 at = step(variant, True, x, rows, queries, work, at)
-            while at.remaining > 0:
+            else:
                 at = step(variant, False, x, rows, queries, work, at)
-        store(variant, x, [anew(one) for one in rows], work_on(variant, x, taken_up(x)))
+    elif const_expr(variant.is_general):
+        while at.remaining > 0:
+            at = step(variant, at.hides, x, rows, queries, work, at)
+    else:
+        unmasked = cutlass.max(work.blocks.full_end, work.blocks.start) - work.blocks.start
+        while at.remaining > unmasked:
+            at = step(variant, True, x, rows, queries, work, at)
+        while at.remaining > 0:
+            at = step(variant, False, x, rows, queries, work, at)
+    store(variant, x, [anew(one) for one in rows], work_on(variant, x, taken_up(x)))
 
 
 def fetch_q(variant: Variant, x: ForwardContext) -> list[list[products.Four]]:
@@ -282,13 +258,13 @@ def step(
     # previous block, which the next copies overwrite.
     cute.arch.sync_threads()
     if const_expr(config.value_stages == 1):
-        load_v(variant, x, work, at, is_whole)
+        load_block(variant, x, "v", work, at, is_whole)
         cute.arch.cp_async_commit_group()
     if const_expr(config.stages > 1):
         if following.remaining > 0:
-            load_k(variant, x, work, following)
+            load_block(variant, x, "k", work, following)
             if const_expr(config.value_stages > 1):
-                load_v(variant, x, work, following)
+                load_block(variant, x, "v", work, following)
         cute.arch.cp_async_commit_group()
     if const_expr(variant.key.has_bias):
         for i in cutlass.range_constexpr(len(rows)):
@@ -298,7 +274,7 @@ def step(
         await_copies(0)
         # All warps have met, so none reads these keys any more.
         if following.remaining > 0:
-            load_k(variant, x, work, following, is_whole)
+            load_block(variant, x, "k", work, following, is_whole)
         cute.arch.cp_async_commit_group()
     rises = raise_maxima(variant, x, rows, work, at.block, hides)
     if const_expr(config.stages > config.value_stages):

@@ -11,6 +11,7 @@ from cutlass import Boolean, Int32
 from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Variant, Work, row_of_tile
 from jax_fa.kernels.mma_sync import products
+from jax_fa.kernels.mma_sync.fwd_order import CtaOrder
 from jax_fa.kernels.mma_sync.loads import Limits, address_of_row, copy_row, piece_of_thread
 from jax_fa.kernels.mma_sync.panels import Panels
 from jax_fa.spec.config_mma_sync import WARP_ROWS
@@ -40,7 +41,7 @@ class ForwardContext(NamedTuple):
 
     arrays: Arrays
     scalars: Scalars
-    order: tiles.Order
+    order: CtaOrder
     smem: ForwardSmem
     packing: Any  # division.Packing, or None if the variant does not pack heads
 

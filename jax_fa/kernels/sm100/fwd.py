@@ -35,7 +35,7 @@ from jax_fa.kernels.forward_host import (
     forward_entry,
     forward_order,
 )
-from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys
+from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys, tile_at
 from jax_fa.kernels.packing_host import forward_granules, forward_packing
 from jax_fa.kernels.sm100 import clusters, fwd_softmax, shell, tensor_plan
 from jax_fa.kernels.sm100 import fwd_roles as roles
@@ -75,6 +75,12 @@ def make_layouts(variant: Variant) -> Layouts:
     )
 
 
+@cute.jit
+def narrow_own_keys(variant: cutlass.Constexpr, x: ForwardContext) -> None:
+    """``narrow_keys`` of the CTA's only tile."""
+    narrow_keys(variant, x, tile_at(variant, x, Int32(0)))
+
+
 @cute.kernel
 def kernel(
     variant: cutlass.Constexpr,
@@ -112,7 +118,7 @@ def kernel(
     )
     warp, rings, tmem = shell.start(variant, tma, control, TMEM_ROLE)
     x = ForwardContext(tma, arrays, scalars, order, packing, granules, smem, tmem)
-    shell.narrow(variant, x, narrow_keys)
+    shell.narrow(variant, x, narrow_own_keys)
     _dispatch(variant, x, warp, rings)
 
 

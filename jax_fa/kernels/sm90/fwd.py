@@ -23,7 +23,7 @@ from cutlass.memory import SmemAllocator
 
 from jax_fa.kernels import dense_mask, edges, primitives, segments, tiles
 from jax_fa.kernels.forward_host import ForwardCall, forward_arrays, forward_entry, forward_order
-from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys
+from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys, tile_at
 from jax_fa.kernels.sm90.fwd_lists import find
 from jax_fa.kernels.sm90.fwd_roles import consume, load
 from jax_fa.kernels.sm90.fwd_work import ForwardContext, ForwardPipes, ForwardSmem, make_layouts
@@ -97,7 +97,7 @@ def kernel(
     x = ForwardContext(tma, arrays, scalars, order, smem, packing, granules, bias, ring, chunks)
     if const_expr(variant.is_general):
         if dense_mask.narrows(scalars, variant.lists_ahead):
-            narrow_keys(variant, x)
+            narrow_keys(variant, x, tile_at(variant, x, Int32(0)))
             cute.arch.sync_threads()
     if warp < plan.role("consume").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
