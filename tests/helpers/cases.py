@@ -2,10 +2,12 @@
 
 Sizes are small enough for an emulator; ``CASES`` covers every feature alone and the combinations
 where features meet. Lengths, offsets and segments are data, so that one case is one compilation.
+CASE_SEED=N in the environment draws other values, and other schedules in the emulator.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +20,8 @@ from jax_fa.spec.problem import Operands, Semantics
 DTYPES = ("float32", "bfloat16", "float16")
 
 Ints = tuple[int, ...]
+
+SEED = int(os.environ.get("CASE_SEED", "0"))
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class Case:
     bias: Bias | None = None
     block_dims: str | None = None
     magnitude: float = 1.0
-    seed: int = 0
+    seed: int = SEED
 
     def __str__(self) -> str:
         return self.name
