@@ -112,7 +112,7 @@ class Work(NamedTuple):
 
 @cute.jit
 def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
-    """Returns the tile at position ``slot`` of this CTA's list, where they are persistent."""
+    """Returns the tile at position ``slot`` of a persistent CTA's list; it shares no products."""
     if const_expr(variant.key.mask == "full"):
         tile = tiles.row_order(x.order, slot)
     elif const_expr(variant.key.mask == "causal"):

@@ -19,7 +19,6 @@ class CtaOrder(NamedTuple):
     """The extents of a ``tiles.Order`` with a CTA for each tile; those that divide, as divisors.
 
     Attributes:
-        num_heads: heads of all batches.
         num_blocks: blocks of a head.
         heads_per_band: heads of each band but the last.
         num_bands: number of bands.
@@ -30,7 +29,6 @@ class CtaOrder(NamedTuple):
         group: divisor: heads per key/value head.
     """
 
-    num_heads: Int32
     num_blocks: Int32
     heads_per_band: Int32
     num_bands: Int32
@@ -48,7 +46,6 @@ def cta_order(order: tiles.Order) -> CtaOrder:
     last_heads = order.num_heads - (num_bands - 1) * order.heads_per_band
     divisors = (band, order.heads_per_band, last_heads, order.heads_per_batch, order.group)
     return CtaOrder(
-        order.num_heads,
         order.num_blocks,
         order.heads_per_band,
         num_bands,
