@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -10,10 +9,11 @@ import numpy as np
 from jax_fa.emulator.barriers import Mbarrier
 from jax_fa.emulator.cta import Cta, Wait, Warp
 from jax_fa.emulator.faults import OutOfBoundsError
+from jax_fa.emulator.groups import groups_of
 from jax_fa.emulator.layouts import packed_chunks
 from jax_fa.emulator.loadstore import address_reader, combine_values, load_at
 from jax_fa.emulator.machine import Operation
-from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT, WORD, Claim, Memory
+from jax_fa.emulator.memory import CHUNK, OFFSET_MASK, RANK_SHIFT, Claim, Memory, words_of
 from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import Address, Instruction, Operand, Vector
 from jax_fa.emulator.registry import Modifiers, Run, control, effect
@@ -29,44 +29,6 @@ from jax_fa.emulator.tensor_map import (
 from jax_fa.emulator.values import DTYPES, LANES, UNSIGNED
 
 _REDUCTIONS = "add min max inc dec and or xor"
-
-
-class Groups:
-    """Bulk (or cp.async) groups of one lane: operations not yet committed, and the groups."""
-
-    def __init__(self) -> None:
-        self.open: list[Operation] = []
-        self.committed: deque[list[Operation]] = deque()
-
-    def commit(self) -> None:
-        """Closes the open group."""
-        self.committed.append(self.open)
-        self.open = []
-
-    def cover(self, newest: int, phases: int | None) -> list[Operation]:
-        """Waits for all but the `newest` groups: those of their operations not far enough yet.
-
-        `phases` is how many phases must have run, None for all.
-        """
-        count = max(len(self.committed) - newest, 0)
-        covered = [o for group in list(self.committed)[:count] for o in group]
-        for operation in covered:
-            operation.waited = True
-        while len(self.committed) > newest and all(o.finished for o in self.committed[0]):
-            self.committed.popleft()
-        return [o for o in covered if not o.finished and (phases is None or o.done < phases)]
-
-    def forgotten(self) -> list[Operation]:
-        """Operations that nothing waited for."""
-        groups = (*self.committed, self.open)
-        return [o for group in groups for o in group if not o.waited]
-
-
-def groups_of(warp: Warp, unit: str) -> list[Groups]:
-    """The groups of every lane for "bulk" or "cp.async"."""
-    if unit not in warp.state:
-        warp.state[unit] = [Groups() for _ in range(LANES)]
-    return warp.state[unit]
 
 
 def _issue(
@@ -247,7 +209,8 @@ def _tensor_store(
                 write = _box_writer(tensor, part, reduction)
                 issued[key] = _read_then(warp, what, cta, claim, write)
                 warp.machine.count(f"bytes TMA {verb}", tensor.box_bytes)
-            groups_of(warp, "bulk")[lane].open.append(issued[key])
+            for groups in groups_of(warp, "bulk").of(_one(lane)):
+                groups.open.append(issued[key])
 
     return run
 
@@ -377,7 +340,8 @@ def _bulk_store(
                 cta.shared.begin_read(chunks, what),
                 lambda data, v=view: _combine_into(v, data, *reduction),
             )
-            groups_of(warp, "bulk")[lane].open.append(operation)
+            for groups in groups_of(warp, "bulk").of(_one(lane)):
+                groups.open.append(operation)
             warp.machine.count(f"bytes bulk {verb}", count)
 
     return run
@@ -450,9 +414,8 @@ def commit_group(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> 
     unit = "bulk" if "bulk" in ins.opcode else "cp.async"
 
     def run(warp: Warp, mask: np.ndarray) -> None:
-        groups = groups_of(warp, unit)
-        for lane in _lanes(mask):
-            groups[lane].commit()
+        for groups in groups_of(warp, unit).of(mask):
+            groups.commit()
 
     return run
 
@@ -467,12 +430,12 @@ def wait_group(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Ru
     newest = 0 if everything else decoder.read(ins.operands[0], "u4")
 
     def run(warp: Warp, mask: np.ndarray) -> Wait | None:
-        groups, lanes = groups_of(warp, unit), _lanes(mask)
-        keep = 0 if everything else int(newest(warp.slots)[lanes[0]])
+        parts = groups_of(warp, unit).of(mask)
+        keep = 0 if everything else int(newest(warp.slots)[mask.argmax()])
         if everything:
-            for lane in lanes:
-                groups[lane].commit()
-        pending = {o for lane in lanes for o in groups[lane].cover(keep, phases)}
+            for groups in parts:
+                groups.commit()
+        pending = {o for groups in parts for o in groups.cover(keep, phases)}
         if not pending:
             return None
         return Wait(
@@ -496,7 +459,7 @@ def small_copy(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Ru
         raise mods.error(f"copies of {size} bytes do not exist")
     more = ins.operands[3 : len(ins.operands) - has_policy]
     limits_of = _bytes_to_read(decoder, more, size)
-    offsets = np.arange(size)
+    unit = min(size, 8)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots, machine, shared = warp.slots, warp.machine, warp.cta.shared
@@ -504,25 +467,25 @@ def small_copy(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Ru
         sources = from_(slots)[mask]
         limits = limits_of(slots)[mask]
         what = _who(warp, ins, "cp.async")
-        places = targets[:, None] + offsets
         _check_small(what, size, targets, sources, limits)
-        if int(places.max()) >= shared.size:
-            raise OutOfBoundsError(f"{what}: shared offset {int(places.max())} is out of range")
+        if (last := int(targets.max()) + size - 1) >= shared.size:
+            raise OutOfBoundsError(f"{what}: shared offset {last} is out of range")
+        chunks = targets // CHUNK
         if size == CHUNK:
-            claim = shared.begin_write(np.unique(places // CHUNK), what)
+            claim = shared.begin_write(chunks, what)
         else:
-            claim = shared.begin_word_write(np.unique(places // WORD), what)
+            claim = shared.begin_word_write(words_of(targets, size), what)
 
         def land() -> None:
-            shared.data[places] = _zero_filled(machine.memory, sources, limits, size)
+            rows = shared.views[unit].reshape(-1, size // unit)
+            rows[targets // size] = _zero_filled(machine.memory, sources, limits, size)
             shared.end(claim)
             # Unlike bulk copies these write through the generic proxy.
-            shared.mark_generic(np.unique(places // CHUNK), warp.cta.rank * 64 + warp.index)
+            shared.mark_generic(chunks, warp.cta.rank * 64 + warp.index)
 
         operation = _issue(warp, what, land)
-        groups = groups_of(warp, "cp.async")
-        for lane in _lanes(mask):
-            groups[lane].open.append(operation)
+        for groups in groups_of(warp, "cp.async").of(mask):
+            groups.open.append(operation)
         machine.count("bytes cp.async", size * len(targets))
 
     return run
@@ -552,17 +515,19 @@ def _check_small(
 
 
 def _zero_filled(memory: Memory, sources: np.ndarray, limits: np.ndarray, size: int) -> np.ndarray:
-    """`size` bytes from each source, zero from `limits` on: (sources, size)."""
-    data = np.zeros((len(sources), size), np.uint8)
+    """`size` bytes from each source, zero from `limits` on: a row for each, in units of up to 8."""
+    unit = min(size, 8)
     whole = limits >= size
+    if whole.all():
+        return memory.load(sources, unit, size // unit)
+    data = np.zeros((len(sources), size // unit), DTYPES[UNSIGNED[unit]])
     if whole.any():
-        unit = min(size, 8)
-        data[whole] = memory.load(sources[whole], unit, size // unit).view(np.uint8)
-    for lane in np.flatnonzero(~whole & (limits > 0)):
-        source, limit = int(sources[lane]), int(limits[lane])
+        data[whole] = memory.load(sources[whole], unit, size // unit)
+    for row in np.flatnonzero(~whole & (limits > 0)):
+        source, limit = int(sources[row]), int(limits[row])
         region = memory.region(source, source + limit)
         begin = source - region.base
-        data[lane, :limit] = region.data[begin : begin + limit]
+        data[row].view(np.uint8)[:limit] = region.data[begin : begin + limit]
     return data
 
 
@@ -579,9 +544,7 @@ def copy_arrive(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> R
             barrier = mbarrier_at(warp, int(at(warp.slots)[lane]))
             if not without_increment:
                 barrier.pending += 1
-            pending = [
-                o for g in (*groups[lane].committed, groups[lane].open) for o in g if not o.finished
-            ]
+            pending = [o for o in groups.at(lane).operations() if not o.finished]
 
             def arrive(pending: list = pending, barrier: object = barrier) -> None:
                 for operation in pending:

@@ -306,14 +306,14 @@ class Cta:
                     )
                 )
         for warp in self.warps:
-            for groups in warp.state.get("bulk", ()):
-                found += [
-                    AsyncHazardError(
-                        f"CTA {self.number} exits and nothing waited for {operation.what} to "
-                        "read its shared memory (commit_group and wait_group)"
-                    )
-                    for operation in groups.forgotten()
-                ]
+            groups = warp.state.get("bulk")
+            found += [
+                AsyncHazardError(
+                    f"CTA {self.number} exits and nothing waited for {operation.what} to "
+                    "read its shared memory (commit_group and wait_group)"
+                )
+                for operation in (groups.forgotten() if groups else ())
+            ]
         for claim in self.shared.claims if not found else ():
             found.append(
                 AsyncHazardError(

@@ -11,7 +11,7 @@ from jax_fa.emulator.faults import DivergenceError
 from jax_fa.emulator.operands import OperandDecoder
 from jax_fa.emulator.ptx import Both, Instruction, Operand, Sink
 from jax_fa.emulator.registry import Modifiers, Run, effect
-from jax_fa.emulator.sync import lanes_of
+from jax_fa.emulator.sync import bits_of, lanes_of
 from jax_fa.emulator.values import FULL, LANES
 
 _LANE = np.arange(LANES)
@@ -98,8 +98,7 @@ def vote(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Run:
         taking = lanes_of(int(member[int(mask.argmax())])) & mask
         votes = read(warp.slots)
         if mode == "ballot":
-            bits = int(np.packbits(votes & taking, bitorder="little").view(np.uint32)[0])
-            write(warp.slots, np.full(LANES, bits, np.uint32), mask)
+            write(warp.slots, np.full(LANES, bits_of(votes & taking), np.uint32), mask)
         else:
             write(warp.slots, np.full(LANES, bool(functions[mode](votes[taking]))), mask)
 
@@ -167,8 +166,7 @@ def active_mask(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> R
     write = decoder.write(ins.operands[0], "u4")
 
     def run(warp: Warp, mask: np.ndarray) -> None:
-        bits = int(np.packbits(warp.mask, bitorder="little").view(np.uint32)[0])
-        write(warp.slots, np.full(LANES, bits, np.uint32), mask)
+        write(warp.slots, np.full(LANES, bits_of(warp.mask), np.uint32), mask)
 
     return run
 

@@ -221,6 +221,12 @@ class Machine:
             if not pipe:
                 del self.pipes[key]
 
+    def free_pipes(self) -> list[Hashable]:
+        """The pipes whose next operation is not held back."""
+        if self.options.held is None:
+            return list(self.pipes)
+        return [key for key in self.pipes if not self.is_held(key)]
+
     def is_held(self, key: Hashable) -> bool:
         """True if the next operation of a pipe is one of those to hold back."""
         return self.pipes[key][0].place.line == self.options.held

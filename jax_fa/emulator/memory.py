@@ -173,15 +173,15 @@ class Claim:
         self.who = who
 
 
-def _words(offsets: np.ndarray, width: int) -> np.ndarray:
+def words_of(offsets: np.ndarray, width: int) -> np.ndarray:
     """Numbers of the 4-byte words that accesses of `width` bytes at the offsets touch."""
     first = offsets.astype(np.int64) // WORD
     return (first[:, None] + np.arange(-(-width // WORD))).reshape(-1)
 
 
-def _words_of(chunks: np.ndarray) -> np.ndarray:
+def _words_of_chunks(chunks: np.ndarray) -> np.ndarray:
     """Numbers of the 4-byte words of chunks."""
-    return _words(np.asarray(chunks) * CHUNK, CHUNK)
+    return words_of(np.asarray(chunks) * CHUNK, CHUNK)
 
 
 class SharedMemory:
@@ -247,7 +247,7 @@ class SharedMemory:
             chunks = offsets >> np.uint32(4)
             if np.count_nonzero(self.writes[chunks]):
                 self._hazard("is read", chunks, "write")
-            self._check_words("is read", _words, offsets, width)
+            self._check_words("is read", words_of, offsets, width)
         known = self.written.reshape(-1, width)[index]
         if np.count_nonzero(known) != known.size:
             bad = int(offsets[~known.all(axis=1)][0])
@@ -268,7 +268,7 @@ class SharedMemory:
                 self._hazard("is overwritten", chunks, "write")
             if np.count_nonzero(self.reads[chunks]):
                 self._hazard("is overwritten", chunks, "read")
-            self._check_words("is overwritten", _words, offsets, width)
+            self._check_words("is overwritten", words_of, offsets, width)
         self.version += 1
         self.views[values.dtype.itemsize].reshape(-1, values.shape[1])[index] = values
         self.written.reshape(-1, width)[index] = 1
@@ -302,7 +302,7 @@ class SharedMemory:
             )
         if np.count_nonzero(self.writes[chunks]):
             self._hazard(f"is read by {who}", chunks, "write")
-        self._check_words(f"is read by {who}", _words_of, chunks)
+        self._check_words(f"is read by {who}", _words_of_chunks, chunks)
         complete = self.written_chunks[used] == _WRITTEN
         if not complete.all():
             unwritten = ~complete.all(axis=-1)
@@ -318,7 +318,7 @@ class SharedMemory:
             self._hazard(f"is overwritten by {who}", chunks, "write")
         if np.count_nonzero(self.reads[chunks]):
             self._hazard(f"is overwritten by {who}", chunks, "read")
-        self._check_words(f"is overwritten by {who}", _words_of, chunks)
+        self._check_words(f"is overwritten by {who}", _words_of_chunks, chunks)
         self.writes[chunks] += 1
         return self._claim(chunks, "write", who)
 

@@ -66,8 +66,7 @@ class Scheduler(Machine):
         stalled_at = -1
         while self.resident:
             if self.options.completion == "random" and self.random.chance(0.25):
-                free = [key for key in self.pipes if not self.is_held(key)]
-                if free:
+                if free := self.free_pipes():
                     self.advance(self.random.choice(free))
             runnable = self._pick()
             if runnable is not None:
@@ -152,7 +151,7 @@ class Scheduler(Machine):
 
     def _next_pipe(self) -> Hashable:
         """The pipe that advances when something has to: lazily one that a warp waits for."""
-        free = [key for key in self.pipes if not self.is_held(key)]
+        free = self.free_pipes()
         pipes = free or list(self.pipes)
         if self.options.completion == "lazy" or not free:
             fragments = [f for c in self.resident for w in c.all_warps for f in w.fragments]

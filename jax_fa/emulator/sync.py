@@ -310,6 +310,11 @@ def lanes_of(bits: int) -> np.ndarray:
     return (np.uint32(bits & 0xFFFFFFFF) >> np.arange(LANES, dtype=np.uint32)) & 1 == 1
 
 
+def bits_of(lanes: np.ndarray) -> int:
+    """Booleans of 32 lanes as a lane mask."""
+    return int(np.packbits(lanes, bitorder="little").view(np.uint32)[0])
+
+
 # Ordering between threads is sequentially consistent here, so most fences have nothing to do.
 _FENCE_SUFFIX = "acq_rel sc release acquire cta cluster gpu sys aligned sync_restrict::shared::cta"
 

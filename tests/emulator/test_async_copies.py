@@ -341,6 +341,23 @@ def test_what_cp_async_has_not_copied_yet_is_not_read(size):
             run(copy + group + touch, {"x": x}, shared=512, completion="lazy")
 
 
+@pytest.mark.parametrize("some, others", [("%p1", "!%p1"), ("!%p1", "%p1")])
+def test_each_lane_has_groups_of_its_own(some, others):
+    """Some lanes commit once more than others: the newest group of the others may be under way."""
+    x, out = np.arange(32, dtype=np.uint32), np.zeros(32, np.uint32)
+    copy = SMALL.format(level="ca", size=4, tail="")
+    copies = "".join(copy.replace("cp.async", f"@{lanes} cp.async") for lanes in (some, others))
+    body = "setp.lt.u32 %p1, %tid, 16; mov.b32 %r2, 0;" + copies + COMMIT + f"@{some} {COMMIT}"
+    body += "cp.async.wait_group 1;"
+    read = "@{} ld.shared.b32 %r2, [%r1]; mad.wide.u32 %d1, %tid, 4, %out;"
+    read += "st.global.b32 [%d1], %r2;" + WAIT_0
+    run(body + read.format(some), {"x": x, "out": out}, shared=128, completion="lazy")
+    has_read = (x < 16) == (some == "%p1")
+    np.testing.assert_array_equal(out, np.where(has_read, x, 0))
+    with pytest.raises(AsyncHazardError, match="is read while the cp.async issued"):
+        run(body + read.format(others), {"x": x, "out": out}, shared=128, completion="lazy")
+
+
 @pytest.mark.parametrize(
     "before, level, size, tail, error, message",
     [
