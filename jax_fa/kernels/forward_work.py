@@ -161,11 +161,7 @@ def seen_from(variant: Variant, x: Any, span: tiles.Span) -> Seen:
     shift = span.q_offset + scalars.bottom_right * aligned
     window = Window(shift, left, right, span.own_len, span.swept_len)
     blocks = kv_blocks(
-        window,
-        span.first_row,
-        positions_of_tile(variant, x),
-        config.block_kv,
-        tiles.EXTREMES,
+        window, span.first_row, positions_of_tile(variant, x), config.block_kv, tiles.EXTREMES
     )
     return Seen(window, blocks)
 
@@ -192,10 +188,7 @@ def work_on(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> Work:
         split = tile.head % x.scalars.num_splits
         tile = tile._replace(head=tile.head // x.scalars.num_splits)
         start, full_start, full_end, end = part_of(
-            Blocks(start, full_start, full_end, end),
-            split,
-            x.scalars.num_splits,
-            tiles.EXTREMES,
+            Blocks(start, full_start, full_end, end), split, x.scalars.num_splits, tiles.EXTREMES
         )
         if dense_mask.is_present(scalars.mask):
             start, end = dense_mask.narrowed(x.smem.found, tiles.Stretch(start, end))
@@ -280,11 +273,7 @@ def list_blocks(
 
 @cute.jit
 def _find_segment_keys(
-    variant: cutlass.Constexpr,
-    x: Any,
-    tile: tiles.Tile,
-    span: tiles.Span,
-    searched: tiles.Stretch,
+    variant: cutlass.Constexpr, x: Any, tile: tiles.Tile, span: tiles.Span, searched: tiles.Stretch
 ) -> None:
     """Finds which of the keys ``searched`` share a segment with the tile."""
     scalars, sequences, config = x.scalars, x.scalars.sequences, variant.config
@@ -307,12 +296,7 @@ def row_of_tile(variant: Variant, x: Any, work: Work, row: Int32) -> tiles.RowAt
 
 @cute.jit
 def load_granules(
-    variant: cutlass.Constexpr,
-    x: Any,
-    work: Work,
-    first: int,
-    stage: Int32,
-    barrier: cute.Pointer,
+    variant: cutlass.Constexpr, x: Any, work: Work, first: int, stage: Int32, barrier: cute.Pointer
 ) -> None:
     """Starts the loads of a stage of queries of several heads, one granule at a time.
 

@@ -91,27 +91,51 @@ def update(
         (2,) factor by which everything accumulated so far shrinks.
     """
     scores = by_row(acc)
-    columns = cute.size(scores, mode=[1])
     shrink = cute.make_rmem_tensor((ROWS,), Float32)
     for row in cutlass.range_constexpr(ROWS):
-        before = state.maximum[row]
-        maximum = cute.arch.fmax(before, quad_max(row_max(scores, row)))
-        state.maximum[row] = maximum
-        # For a row that has seen no key, (-inf) - (-inf) would be NaN; 2 ** (-inf - 0) is 0.
-        if cutlass.const_expr(are_wide):
-            top = Float32(0.0) if maximum * scale_log2 == -Float32.inf else maximum
-        else:
-            top = Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
-        shrink[row] = power(before, top, scale_log2, are_wide)
+        rise = raise_maximum(scores, state, row, scale_log2, are_wide)
         sums = [Float32(0.0) for _ in range(4)]
-        for i in cutlass.range_constexpr(columns):
-            p = power(scores[row, i], top, scale_log2, are_wide)
+        for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            p = power(scores[row, i], rise.top, scale_log2, are_wide)
             scores[row, i] = p
             sums[i % 4] = sums[i % 4] + p
-        state.total[row] = state.total[row] * shrink[row] + (
+        state.total[row] = state.total[row] * rise.shrink + (
             (sums[0] + sums[1]) + (sums[2] + sums[3])
         )
+        shrink[row] = rise.shrink
     return shrink
+
+
+class Rise(NamedTuple):
+    """What remains to be done once a row's maximum has risen.
+
+    Attributes:
+        top: the maximum, scaled unless scores are wide; 0 for a row that has seen no key.
+        shrink: the factor by which everything accumulated so far shrinks.
+    """
+
+    top: Float32
+    shrink: Float32
+
+
+@cute.jit
+def raise_maximum(
+    scores: cute.Tensor,
+    state: RowState,
+    row: cutlass.Constexpr[int],
+    scale_log2: Float32,
+    are_wide: cutlass.Constexpr[bool],
+) -> Rise:
+    """Brings the maximum of one row of this thread's ``scores`` up to date, as in ``update``."""
+    before = state.maximum[row]
+    maximum = cute.arch.fmax(before, quad_max(row_max(scores, row)))
+    state.maximum[row] = maximum
+    # For a row that has seen no key, (-inf) - (-inf) would be NaN; 2 ** (-inf - 0) is 0.
+    if cutlass.const_expr(are_wide):
+        top = Float32(0.0) if maximum * scale_log2 == -Float32.inf else maximum
+    else:
+        top = Float32(0.0) if maximum == -Float32.inf else maximum * scale_log2
+    return Rise(top, power(before, top, scale_log2, are_wide))
 
 
 def power(

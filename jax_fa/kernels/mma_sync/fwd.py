@@ -322,7 +322,7 @@ def raise_maxima(
     work: Work,
     block: Int32,
     hides: Boolean,
-) -> list[list[probabilities.Rise]]:
+) -> list[list[fragment_softmax.Rise]]:
     """Caps a block's scores, masks them if it ``hides`` keys, and brings maxima and O up to date.
 
     Returns what remains to be done, by tile and row.
@@ -339,7 +339,7 @@ def raise_maxima(
         scores, scale_log2 = fragments.by_row(one.scores), x.scalars.scale_log2
         rises.append(
             [
-                probabilities.raise_maximum(
+                fragment_softmax.raise_maximum(
                     scores, one.state, row, scale_log2, variant.key.has_bias
                 )
                 for row in range(fragments.ROWS)
@@ -384,7 +384,7 @@ def accumulate(
     variant: cutlass.Constexpr,
     x: ForwardContext,
     rows: list[RowTile],
-    rises: list[list[probabilities.Rise]],
+    rises: list[list[fragment_softmax.Rise]],
     stage: Int32,
 ) -> None:
     """Exponentiates a block's scores, and adds its values, weighted with the results, to O.

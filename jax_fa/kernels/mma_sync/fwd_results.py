@@ -1,16 +1,12 @@
-"""Results of the forward: out and lse of a warp's rows.
-
-All rows are finished together, by code without branches, so that their latencies overlap: with few
-key blocks they count (D = 64, 512 tokens: 15 % of a warp's time row by row; H200, sm_90 build).
-"""
+"""Results of the forward: out and lse of a warp's rows."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 
-from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, softmax, tiles
-from jax_fa.kernels.forward_work import Work, batch_of_part, sink_of
-from jax_fa.kernels.fragment_rows import rows_of_thread, store_part
+from jax_fa.kernels import edges, fragments, primitives
+from jax_fa.kernels.forward_work import Work, batch_of_part
+from jax_fa.kernels.fragment_rows import finish_rows, rows_of_thread, store_part
 from jax_fa.kernels.mma_sync import products
 from jax_fa.kernels.mma_sync.fwd_work import (
     ForwardContext,
@@ -40,49 +36,6 @@ def store(variant: cutlass.Constexpr, x: ForwardContext, rows: list[RowTile], wo
             put_rounded(variant, x, rows[i], i)
         cute.arch.sync_warp()
         copy_rows(variant, x, work)
-
-
-@cute.jit
-def finish_rows(
-    variant: cutlass.Constexpr,
-    x: ForwardContext,
-    rows: list[RowTile],
-    work: Work,
-    positions: list[list[tiles.RowAt]],
-) -> None:
-    """Normalises the accumulators of ``rows``, which hold ``positions``, and writes their lse."""
-    span, batch = work.span, batch_of_part(variant, x, work)
-    sink, results = sink_of(variant, x, work, positions[0][0].head), []
-    for i in cutlass.range_constexpr(len(rows)):
-        state = rows[i].state
-        for r in cutlass.range_constexpr(fragments.ROWS):
-            if const_expr(variant.config.packs_heads):
-                sink = sink_of(variant, x, work, positions[i][r].head)
-            total = fragment_softmax.quad_sum(state.total[r])
-            maximum_log2 = state.maximum[r] * x.scalars.scale_log2
-            results.append(softmax.finish_whole_row(maximum_log2, total, sink))
-    for i in cutlass.range_constexpr(len(rows)):
-        factors, out_rows = [], fragments.by_row(rows[i].out)
-        for r in cutlass.range_constexpr(fragments.ROWS):
-            row = positions[i][r]
-            # Not in one statement: the compiler (DSL 4.8.1) overlooks names in nested targets, and
-            # the branch below would not change them.
-            factor, lse = results[i * fragments.ROWS + r]
-            if const_expr(variant.is_general):
-                if row.position >= span.own_len:
-                    factor, lse = Float32(0.0), -Float32.inf
-                    # The query may hold anything here, even NaN.
-                    for j in cutlass.range_constexpr(cute.size(out_rows, mode=[1])):
-                        out_rows[r, j] = Float32(0.0)
-            factors.append(factor)
-            is_written = row.is_there & (row.position < span.own_slot)
-            place = cute.crd2idx(
-                (span.own_start + row.position, row.head, batch), x.arrays.lse.layout
-            )
-            target = cute.make_tensor(x.arrays.lse.iterator + place, cute.make_layout(1))
-            if (fragments.first_column(rows[i].thread) == 0) & is_written:
-                target[0] = lse
-        fragment_softmax.scale_rows(rows[i].out, factors)
 
 
 @cute.jit

@@ -403,7 +403,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 primitives.narrow(scores, c.p)
                 if const_expr(stores_late):
                     release_stored(c, stored, q_full)
-                store(variant, x, c, before, before_index, finished)
+                store(variant, x, c._replace(state=finished), before, before_index)
                 release(variant, x, before)
                 c.out.fill(0.0)
                 if const_expr(not stores_late):
@@ -421,7 +421,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         v_full.release()
         if const_expr(stores_late):
             release_stored(c, stored, q_full)
-        store(variant, x, c, work, q_index, c.state)
+        store(variant, x, c, work, q_index)
         release(variant, x, work)
         release_q(c, q_full)
         # The last consumer has arrived once more for the first; this wait completes that phase.
@@ -446,12 +446,7 @@ def release_q(c: ForwardConsumer, q_full: Any) -> None:
 
 @cute.jit
 def store(
-    variant: cutlass.Constexpr,
-    x: ForwardContext,
-    c: ForwardConsumer,
-    work: Work,
-    q_index: Int32,
-    state: fragment_softmax.RowState,
+    variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, work: Work, q_index: Int32
 ) -> None:
     """Normalises the accumulator and writes 64 rows of out and of lse.
 
@@ -460,7 +455,7 @@ def store(
     """
     c, work = thread_anew(variant, c), anew(variant, x, work)
     rows = rows_of_thread(variant, x, c, work)
-    finish_rows(variant, x, c, work, rows, state)
+    finish_rows(variant, x, [c], work, [rows])
     if const_expr(variant.is_split):
         store_part(x, c, work, rows, batch_of_part(variant, x, work))
     else:
