@@ -13,6 +13,7 @@ from benchmarks import (
     cpu,
     exchanges,
     gpu,
+    graphs,
     implementations,
     kernel_times,
     launch,
@@ -144,6 +145,16 @@ def test_times_of_kernels_alone_are_those_that_ncu_tells():
     assert shown.endswith("D = 128, both: geometric mean 2.000, least 2.000")
     with pytest.raises(SystemExit, match="not as many for each point"):
         kernel_times.times_of([1.0] * (3 * number + 1), number)
+
+
+def test_the_calls_of_a_graph_are_as_many_as_are_counted(monkeypatch):
+    """XLA makes one of equal calls."""
+    monkeypatch.setattr(graphs, "TOKENS", 64)
+    runs = graphs.runs_of_jax_fa(kernel_times.Point(8, heads=2, length=32, is_causal=True))
+    outs, gradients = runs.forward(), runs.both()
+    assert {out.shape for out in outs} == {(2, 32, 2, 8)}
+    for results in outs, [dq for dq, *_ in gradients]:
+        assert len({np.asarray(x).tobytes() for x in results}) == graphs.CHAIN
 
 
 def test_the_share_of_skipped_work_that_is_gained_is_that_of_the_pairs():
