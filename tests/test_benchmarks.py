@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -151,7 +152,8 @@ def test_the_calls_of_a_graph_are_as_many_as_are_counted(monkeypatch):
     """XLA makes one of equal calls."""
     monkeypatch.setattr(graphs, "TOKENS", 64)
     runs = graphs.runs_of_jax_fa(kernel_times.Point(8, heads=2, length=32, is_causal=True))
-    outs, gradients = runs.forward(), runs.both()
+    outs: Any = runs.forward()
+    gradients: Any = runs.both()
     assert {out.shape for out in outs} == {(2, 32, 2, 8)}
     for results in outs, [dq for dq, *_ in gradients]:
         assert len({np.asarray(x).tobytes() for x in results}) == graphs.CHAIN
