@@ -209,8 +209,7 @@ def _tensor_store(
                 write = _box_writer(tensor, part, reduction)
                 issued[key] = _read_then(warp, what, cta, claim, write)
                 warp.machine.count(f"bytes TMA {verb}", tensor.box_bytes)
-            for groups in groups_of(warp, "bulk").of(_one(lane)):
-                groups.open.append(issued[key])
+            groups_of(warp, "bulk").add(issued[key], _one(lane))
 
     return run
 
@@ -340,8 +339,7 @@ def _bulk_store(
                 cta.shared.begin_read(chunks, what),
                 lambda data, v=view: _combine_into(v, data, *reduction),
             )
-            for groups in groups_of(warp, "bulk").of(_one(lane)):
-                groups.open.append(operation)
+            groups_of(warp, "bulk").add(operation, _one(lane))
             warp.machine.count(f"bytes bulk {verb}", count)
 
     return run
@@ -459,7 +457,6 @@ def small_copy(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Ru
         raise mods.error(f"copies of {size} bytes do not exist")
     more = ins.operands[3 : len(ins.operands) - has_policy]
     limits_of = _bytes_to_read(decoder, more, size)
-    unit = min(size, 8)
 
     def run(warp: Warp, mask: np.ndarray) -> None:
         slots, machine, shared = warp.slots, warp.machine, warp.cta.shared
@@ -477,15 +474,13 @@ def small_copy(decoder: OperandDecoder, ins: Instruction, mods: Modifiers) -> Ru
             claim = shared.begin_word_write(words_of(targets, size), what)
 
         def land() -> None:
-            rows = shared.views[unit].reshape(-1, size // unit)
-            rows[targets // size] = _zero_filled(machine.memory, sources, limits, size)
+            data = _zero_filled(machine.memory, sources, limits, size)
+            shared.views[data.itemsize].reshape(-1, data.shape[1])[targets // size] = data
             shared.end(claim)
             # Unlike bulk copies these write through the generic proxy.
             shared.mark_generic(chunks, warp.cta.rank * 64 + warp.index)
 
-        operation = _issue(warp, what, land)
-        for groups in groups_of(warp, "cp.async").of(mask):
-            groups.open.append(operation)
+        groups_of(warp, "cp.async").add(_issue(warp, what, land), mask)
         machine.count("bytes cp.async", size * len(targets))
 
     return run

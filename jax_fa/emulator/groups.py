@@ -69,6 +69,11 @@ class WarpGroups:
                 self.parts.append(part.split(part.lanes & lanes))
         return [part for part in self.parts if part.lanes & lanes]
 
+    def add(self, operation: Operation, mask: np.ndarray) -> None:
+        """Puts an operation into the open group of these lanes."""
+        for part in self.of(mask):
+            part.open.append(operation)
+
     def at(self, lane: int) -> Groups:
         """The groups of a lane, for reading: others may share them."""
         return next(part for part in self.parts if part.lanes >> lane & 1)
