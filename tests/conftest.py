@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import sys
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -19,9 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Workers are as many as cores: threads of each that wait for work are in the way of all others.
 NUMPY_CAME_FIRST = "numpy" in sys.modules
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Decoded programs are millions of objects that live for long: the collector looked at all of them
-# again and again. Much more rarely than this, and workers run out of 24 GB: what JAX compiled and
-# the memory of emulated machines are few objects, but large.
+# Within a test; ``set_aside_what_is_left`` is about the tests before.
 gc.set_threshold(20_000, 10, 5)
 
 import hypothesis  # noqa: E402 (after the environment, like everything that may import JAX)
@@ -41,6 +40,39 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 def pytest_collection_modifyitems(items):
     """Moves tests marked ``long`` to the front."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+GROWTH = 1 << 30
+"""Bytes by which a process grows before the garbage of all its tests is collected."""
+_resident = GROWTH
+"""Bytes of this process, when that was done last."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    result = yield
+    set_aside_what_is_left()
+    return result
+
+
+def set_aside_what_is_left():
+    """Has the garbage collector leave alone what a test leaves, until it is worth a look.
+
+    Decoded programs, and what was traced, are millions of objects that live for long: looking at
+    all of them again and again took a fifth of the time of emulated tests. Garbage may be few
+    objects, but large: what JAX compiled, and the memory of emulated machines.
+    """
+    global _resident
+    if _resident_bytes() - _resident > GROWTH:
+        gc.unfreeze()
+        gc.collect()
+        _resident = _resident_bytes()
+    gc.freeze()
+
+
+def _resident_bytes():
+    _, pages, *_ = Path("/proc/self/statm").read_text().split()
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)

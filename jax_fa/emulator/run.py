@@ -39,12 +39,12 @@ def _garbage_kept() -> Iterator[None]:
             gc.enable()
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _module(ptx: str) -> Module:
     return parse(ptx)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def _program(ptx: str, kernel: str | None) -> Program:
     with _garbage_kept():
         return decode(_module(ptx).kernel(kernel))
