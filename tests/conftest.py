@@ -70,6 +70,10 @@ def set_aside_what_is_left():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # Python looks for garbage once more when it ends; nanobind reports what is left.
+
+
 def _resident_bytes():
     _, pages, *_ = Path("/proc/self/statm").read_text().split()
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
