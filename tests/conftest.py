@@ -44,19 +44,18 @@ def pytest_collection_modifyitems(items):
 
 GROWTH = 1 << 30
 """Bytes by which a process grows before the garbage of all its tests is collected."""
-_resident = GROWTH
+_resident = 0
 """Bytes of this process, when that was done last."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol():
-    result = yield
     set_aside_what_is_left()
-    return result
+    return (yield)
 
 
 def set_aside_what_is_left():
-    """Has the garbage collector leave alone what a test leaves, until it is worth a look.
+    """Has the garbage collector leave alone what tests left, until it is worth a look.
 
     Decoded programs, and what was traced, are millions of objects that live for long: looking at
     all of them again and again took a fifth of the time of emulated tests. Garbage may be few
