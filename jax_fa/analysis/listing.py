@@ -299,7 +299,13 @@ def _summary(group: Sequence[Variant], everything: Sequence[Variant]) -> str:
 
 def _mask(variant: Variant) -> str:
     key = variant.key
-    form = "few" if key.is_few else "split" if key.is_split else "small" if key.is_small else ""
+    forms = {
+        "few": key.is_few,
+        "split": key.is_split,
+        "small": key.is_small,
+        "product": key.multiplies_bias,
+    }
+    form = next((name for name, is_so in forms.items() if is_so), "")
     return f"{key.mask} {form}".rstrip()
 
 

@@ -215,7 +215,8 @@ def forward_entry(variant: Any, launch: Callable) -> Callable:
             added = variant.bias.biases.Bias(
                 bias, bias_batch, bias_heads, bias_rows, bias_keys, bias_bytes, scale, soft_cap
             )
-            scale_log2 = variant.bias.biases.score_log2(added)
+            if const_expr(not key.multiplies_bias):
+                scale_log2 = variant.bias.biases.score_log2(added)
         scalars = forward_work.Scalars(
             sequences,
             window_left,

@@ -33,11 +33,13 @@ class Kernels(NamedTuple):
         folder: under ``kernels/``, with the code.
         heads: (D, Dv).
         small: of which there are kernels with small tiles, too (``KernelKey.is_small``).
+        multiplied: of which there are forwards that multiply a bias (``KernelKey``), too.
     """
 
     folder: str
     heads: tuple[tuple[int, int], ...]
     small: tuple[tuple[int, int], ...] = ()
+    multiplied: tuple[tuple[int, int], ...] = ()
 
 
 class SomeKernels(NamedTuple):
@@ -161,7 +163,7 @@ ARCHS: tuple[Arch, ...] = (
         target="sm_90a",
         fwd=Kernels("sm90", _HEADS, small=((64, 64), (96, 96))),
         bwd=Kernels("sm90", _HEADS),
-        bias=Kernels("sm90", _HEADS),
+        bias=Kernels("sm90", _HEADS, multiplied=((64, 64),)),
         few=Kernels("mma_sync", _HEADS),
         rates=Rates(mma_flops=4096, mma_rows=64, exponentials=16, has_pairs=False),
         products=(

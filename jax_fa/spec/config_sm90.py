@@ -21,8 +21,9 @@ class HopperForward:
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         q_in_registers: whether the query operand is in registers, not in shared memory.
         packs_heads: whether query heads of a group share tiles if that saves tiles (``Packing``).
-        bias_stages: depth of the ring of chunks of a bias; 0 without one.
+        bias_stages: depth of the ring of a bias, in chunks, or in blocks if they are multiplied.
         scales_late: whether the accumulator shrinks beside the next product, not between the two.
+        columns: scores of a row that one product computes; 0 for all of a step.
     """
 
     block_kv: int
@@ -35,6 +36,7 @@ class HopperForward:
     packs_heads: bool = False
     bias_stages: int = 0
     scales_late: bool = False
+    columns: int = 0
 
     @property
     def block_q(self) -> int:

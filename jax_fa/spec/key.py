@@ -29,6 +29,7 @@ class KernelKey:
         is_few: query rows are few, so that warps of a CTA share the keys, too.
         is_small: tiles have fewer query rows than is best for long sequences.
         has_bias: a bias is added to the logits; a soft cap is then a run-time value, 0 for none.
+        multiplies_bias: the tensor core adds the bias, as a product (``variants.can_multiply``).
     """
 
     arch: str
@@ -41,3 +42,4 @@ class KernelKey:
     is_few: bool = False
     is_small: bool = False
     has_bias: bool = False
+    multiplies_bias: bool = False

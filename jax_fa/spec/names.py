@@ -25,7 +25,7 @@ def stem(key: KernelKey) -> str:
     """The part of a name that does not depend on the family and the operation."""
     cap = "_cap" if key.has_soft_cap else ""
     split = ENDINGS["few"] if key.is_few else "_split" if key.is_split else ""
-    bias = ENDINGS["bias"] if key.has_bias else ""
+    bias = ("_product" if key.multiplies_bias else "") + ENDINGS["bias"] if key.has_bias else ""
     small = "_small" if key.is_small else ""
     dims = short_heads(key.head_dim, key.value_dim)
     return f"{SHORT_DTYPES[key.dtype]}_{dims}_{key.mask}{cap}{split}{small}{bias}"

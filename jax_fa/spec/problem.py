@@ -33,7 +33,8 @@ Conventions
   that does not see it. GPU kernels guarantee this for padding only: elsewhere they multiply a
   hidden key's value by a probability of 0, and 0 * NaN is NaN.
 * Logits and sinks of more than 2 ** 127 in magnitude are not supported: kernels work in base 2 and
-  give NaN where ``z * log2(e)`` is beyond float32.
+  give NaN where ``z * log2(e)`` is beyond float32. Nor are biases that are beyond float32 once they
+  are divided by the scale; below -2 ** 127 they hide their pair.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from jax_fa.spec.arch import ARCHS, KINDS, OPERATIONS, Arch, Kind, Operation, arch_named
+from jax_fa.spec.arch import ARCHS, KINDS, OPERATIONS, Arch, Kernels, Kind, Operation, arch_named
 from jax_fa.spec.band import UNBOUNDED, ceil_div, kv_blocks
 from jax_fa.spec.config_mma_sync import WARP_ROWS
 from jax_fa.spec.division import RESIDENT_CTAS, packing, packing_pays
@@ -102,14 +102,24 @@ def _enumerate() -> Iterator[Variant]:
     few: dict[str, Any] = {**split, "is_few": True}
     small: list[dict[str, Any]] = [{"mask": mask, "is_small": True} for mask in MASK_CLASSES]
     bias: dict[str, Any] = {"mask": "general", "has_bias": True}
-    forwards = [*masks, *small, split, few, bias]
+    products: list[dict[str, Any]] = [
+        {"mask": mask, "has_bias": True, "multiplies_bias": True} for mask in ("full", "causal")
+    ]
+    forwards = [*masks, *small, split, few, bias, *products]
     of_operation = {"fwd": forwards, "bwd": [*masks, bias], "dbias": [bias]}
     for arch, operation, dtype, heads in product(ARCHS, OPERATIONS, SHORT_DTYPES, HEADS):
         for fields in of_operation[operation]:
             variant = Variant(operation, arch.name, KernelKey(arch.target, dtype, *heads, **fields))
             own = arch.own(variant.kind)
-            if own and heads in (own.small if variant.key.is_small else own.heads):
+            if own and heads in _heads_of(own, variant.key):
                 yield variant
+
+
+def _heads_of(kernels: Kernels, key: KernelKey) -> tuple[tuple[int, int], ...]:
+    """(D, Dv) for which there are kernels like that for ``key``."""
+    if key.multiplies_bias:
+        return kernels.multiplied
+    return kernels.small if key.is_small else kernels.heads
 
 
 VARIANTS = tuple(_enumerate())
@@ -157,10 +167,16 @@ def families(compiled: Collection[str]) -> list[Arch]:
 
 
 def mask_class(problem: Problem) -> MaskClass:
-    """The cheapest mask class that serves ``problem``."""
+    """The cheapest mask class that serves ``problem``, unless its bias is multiplied."""
+    if problem.semantics.soft_cap is not None or problem.has_bias:
+        return "general"
+    return _class_of_mask(problem)
+
+
+def _class_of_mask(problem: Problem) -> MaskClass:
+    """The cheapest mask class that hides what the band and operands of ``problem`` hide."""
     band = problem.semantics.band
-    semantics = problem.semantics
-    if problem.has_hiding_operands or semantics.soft_cap is not None or problem.has_bias:
+    if problem.has_hiding_operands:
         return "general"
     if band.left_bound != UNBOUNDED:
         return "general"
@@ -296,6 +312,24 @@ def _blocks_of_a_cta(problem: Problem, rows: int) -> float:
     return max(sum(visited) * heads / RESIDENT_CTAS, most)
 
 
+HEADS_MULTIPLIED = frozenset(heads for arch in ARCHS for heads in arch.kernels("bias").multiplied)
+"""(D, Dv) of which some family has forwards that multiply a bias."""
+
+
+@cache
+def can_multiply(problem: Problem) -> bool:
+    """Whether the tensor core can add the bias: a product of it and ``1 / scale``, on a diagonal.
+
+    TMA has to be able to read it (rows that are multiples of 16 bytes apart); it and that factor
+    have to be operands of the tensor core. No registers are free for other masks than causal ones.
+    """
+    p, semantics = problem, problem.semantics
+    if semantics.soft_cap is not None or _class_of_mask(p) == "general":
+        return False
+    by_tma = p.bias_bytes == 2 and p.bias_keys > 1 and p.bias_keys % 8 == 0
+    return by_tma and 2.0**-10 <= semantics.scale <= 4.0
+
+
 def _is_empty(problem: Problem) -> bool:
     return 0 in (problem.batch, problem.num_sequences, problem.q_len, problem.kv_len)
 
@@ -340,6 +374,8 @@ def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
                 keys.append(split)
             if heads in HEADS_OF_SMALL and not has_soft_cap and small_tiles_pay(problem, heads[0]):
                 keys.append(replace(key, is_small=True))
+        if operation == "fwd" and heads in HEADS_MULTIPLIED and can_multiply(problem):
+            keys.append(replace(key, mask=_class_of_mask(problem), multiplies_bias=True))
         keys.append(key)
     return keys
 

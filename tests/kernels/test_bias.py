@@ -20,6 +20,7 @@ from jax_fa.spec.arch import Operation
 from jax_fa.spec.config import choose_backward, choose_dbias, choose_forward
 from jax_fa.spec.key import KernelKey
 from jax_fa.spec.problem import Problem
+from jax_fa.spec.variants import can_multiply
 
 pytestmark = [
     needs_dsl,
@@ -49,7 +50,7 @@ class Biased:
     case: Case
     dims: str = "BNTS"
     dtype: str | None = None
-    hides: int = 0
+    hides: float = 0
     least: float = -np.inf
     silences: bool = False
 
@@ -319,6 +320,27 @@ def kernels(tmp_path_factory):
 def test_kernels_are_right(kernels, operation, biased):
     given = given_of(biased)
     check(call(kernels(operation), operation, given), given)
+
+
+MULTIPLIED = [
+    x for x in CASES if can_multiply(Problem.of(given_of(x).operands, given_of(x).semantics))
+]
+MULTIPLIED += [
+    Biased(Case("least", **EVEN), "BTS", hides=5, least=-3e38),
+    Biased(Case("low", **EVEN), "BNTS", hides=5, least=-1e9),
+    Biased(Case("larger", **EVEN), "BNTS", hides=5, least=-300.0),
+    Biased(Case("odd_once", is_causal=True, **EVEN), "NTS", hides=0.02),
+    Biased(Case("inexact", scale=32**-0.5, **EVEN), "NTS"),
+    Biased(Case("inexact_odd", scale=32**-0.5, **EVEN), "NTS", hides=5, least=-20.0),
+]
+
+
+@pytest.mark.parametrize("biased", MULTIPLIED, ids=str)
+def test_the_tensor_core_adds_a_bias(kernels, biased):
+    given = given_of(biased)
+    mask = "causal" if biased.case.is_causal else "full"
+    key = dataclasses.replace(KEY, mask=mask, multiplies_bias=True)
+    check(call(kernels("fwd", key), "fwd", given), given)
 
 
 WHOLE = [x for x in CASES if x.dims == "BNTS"]

@@ -113,9 +113,9 @@ def chunks_are_of_the_first_head(kernels):
     """TMA reads another head."""
     right = kernels.fwd_bias_roles.copy_chunk
 
-    def wrong(variant, x, work, number, slot):
+    def wrong(variant, x, work, number, place, slot):
         tile = work.tile._replace(head=work.tile.head * 0)
-        right(variant, x, work._replace(tile=tile), number, slot)
+        right(variant, x, work._replace(tile=tile), number, place, slot)
 
     return {"fwd_bias_roles.copy_chunk": wrong}
 
@@ -143,7 +143,7 @@ def a_cap_shows_what_is_hidden(kernels):
 def large_scores_overflow(kernels):
     """The maximum of a row is -inf in base 2."""
     right = kernels.fragment_softmax.update
-    return {"fragment_softmax.update": lambda acc, state, scale, _: right(acc, state, scale)}
+    return {"fragment_softmax.update": lambda acc, state, scale, are_wide: right(acc, state, scale)}
 
 
 def one_pair_stands_for_all(kernels):
@@ -551,6 +551,7 @@ def kernel_modules():
     names += ["dbias_host", "dbias_rows", "dbias_work", "backward_rows", "sm90.dbias_roles"]
     names += ["sm90.dbias_steps", "primitives"]
     names += ["sm90.bwd_dbias", "sm90.bwd_bias", "sm90.bias_chunks", "sm90.fwd_bias_roles", "tiles"]
+    names += ["sm90.fwd_bias_product"]
     found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
     return SimpleNamespace(**found)
 
@@ -614,3 +615,120 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, operation, biased, fault):
     given = given_of(biased)
     with pytest.raises((AssertionError, EmulationError)):
         check(call(built, operation, given), given)
+
+
+def factors_are_too_large(kernels):
+    """The bias counts double."""
+    right = kernels.fwd_bias_product.factor_of
+    return {"fwd_bias_product.factor_of": lambda bias: 2.0 * right(bias)}
+
+
+def what_the_factor_loses_is_left_out(kernels):
+    """The second product is that of the first chunk of factors with nothing."""
+    right = kernels.fwd_bias_product.multiply_by
+
+    def wrong(variant, x, c, scores, number, first):
+        if first == 0:
+            right(variant, x, c, scores, number, first)
+
+    return {"fwd_bias_product.multiply_by": wrong}
+
+
+def blocks_are_of_another_stage(kernels):
+    """The other block of the ring is multiplied."""
+    right = kernels.fwd_bias_product.chunk_of
+    return {
+        "fwd_bias_product.chunk_of": lambda variant, x, number, i: right(variant, x, number + 1, i)
+    }
+
+
+def nobody_waits_for_the_bias(kernels):
+    """It is multiplied before it is there."""
+    return {"fwd_bias_product.wait": lambda variant, x, number: None}
+
+
+def odd_blocks_are_multiplied(kernels):
+    """Nobody says that a block is odd."""
+    return {
+        "fwd_bias_product.any_of_consumer": lambda *_: kernels.bias.cutlass.Boolean(False),
+    }
+
+
+def maxima_overlook_nan(kernels):
+    """As in other kernels, whose scores have none."""
+    softmax = kernels.fragment_softmax
+
+    def wrong(rows, r):
+        return softmax.quad_max(softmax.row_max(rows, r))
+
+    return {"fwd_bias_product.highest_or_nan": wrong}
+
+
+def low_scores_are_not_odd(kernels):
+    """The maximum is rounded by more than exponents have room for."""
+    return {"fwd_bias_product.MOST": 2.0**60}
+
+
+def odd_blocks_are_not_scored_again(kernels):
+    """Elements are added to what is NaN."""
+    return {"fwd_bias_product.multiply_anew": lambda variant, c, scored: None}
+
+
+def odd_blocks_lack_their_bias(kernels):
+    """Scores of Q and K alone."""
+    return {"fwd_bias_product.add_elements": lambda variant, x, c, scored: None}
+
+
+def oddness_is_told_too_late(kernels):
+    """Warps read the word before all others may have written it."""
+    right = kernels.primitives.meet
+
+    def wrong(variant, name, further=0):
+        if name != "out0" or not variant.key.multiplies_bias:
+            right(variant, name, further)
+
+    return {"primitives.meet": wrong}
+
+
+EXACT = Biased(Case("exact", batch=1, q_len=200, kv_len=272, heads=2))
+INEXACT = Biased(Case("inexact", scale=32**-0.5, q_len=70, kv_len=136))
+HIDDEN = Biased(Case("hidden", batch=1, q_len=200, kv_len=272, heads=2), hides=5)
+LOW = Biased(Case("low", q_len=70, kv_len=136), hides=5, least=-1e13)
+LATE = [Options("lazy", starved=3), Options("random", starved=0), Options("eager", starved=9)]
+
+
+@pytest.mark.parametrize("options", LATE, ids=lambda x: f"{x.completion}-{x.starved}")
+@pytest.mark.parametrize("biased", [EXACT, HIDDEN], ids=str)
+def test_products_need_no_warp_that_keeps_pace(kernels, biased, options):
+    given, key = given_of(biased), dataclasses.replace(KEY, mask="full", multiplies_bias=True)
+    check(call(kernels("fwd", key), "fwd", given, options=options), given)
+
+
+FAULTS_OF_PRODUCTS = [
+    (EXACT, factors_are_too_large),
+    (INEXACT, what_the_factor_loses_is_left_out),
+    (EXACT, blocks_are_of_another_stage),
+    (EXACT, nobody_waits_for_the_bias),
+    (EXACT, chunks_are_of_the_first_head),
+    (HIDDEN, odd_blocks_are_multiplied),
+    (HIDDEN, maxima_overlook_nan),
+    (LOW, low_scores_are_not_odd),
+    (HIDDEN, odd_blocks_are_not_scored_again),
+    (HIDDEN, odd_blocks_lack_their_bias),
+    (HIDDEN, oddness_is_told_too_late),
+]
+
+
+@pytest.mark.parametrize(
+    ("biased", "fault"), FAULTS_OF_PRODUCTS, ids=[x[1].__name__ for x in FAULTS_OF_PRODUCTS]
+)
+def test_a_fault_of_a_product_is_noticed(tmp_path, monkeypatch, biased, fault):
+    modules = kernel_modules()
+    for place, wrong in fault(modules).items():
+        home, name = place.split(".")
+        monkeypatch.setattr(getattr(modules, home), name, wrong)
+    key = dataclasses.replace(KEY, mask="full", multiplies_bias=True)
+    built = build(tmp_path, MODULES["fwd"], key, CHOICES["fwd"](key), fault.__name__)
+    given, late_bias = given_of(biased), Options("lazy", starved=3)
+    with pytest.raises((AssertionError, EmulationError)):
+        check(call(built, "fwd", given, options=late_bias), given)

@@ -46,7 +46,7 @@ def kernel(
     """Device entry: shared memory, pipelines, dispatch of roles."""
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
     stages, slots = (count(variant.key, variant.config) for count in (num_lists, step_slots))
-    bias_halves = cute.cosize(layouts.bias) if variant.key.has_bias else 0
+    bias_halves = variant.bias.num_halves(variant) if variant.key.has_bias else 0
 
     @cute.struct
     class Storage:

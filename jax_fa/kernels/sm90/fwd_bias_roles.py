@@ -11,15 +11,16 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.pipeline import PipelineProducer
 
 from jax_fa.kernels import bias as biases
-from jax_fa.kernels import edges, fragments, loads, primitives
+from jax_fa.kernels import edges, fragment_softmax, fragments, loads, primitives
 from jax_fa.kernels.forward_host import ForwardCall
 from jax_fa.kernels.forward_work import Variant, Work, below
 from jax_fa.kernels.fragment_rows import rows_of_thread
 from jax_fa.kernels.sm90 import bias_chunks
 from jax_fa.kernels.sm90.bias_chunks import HALVES, WORDS
 from jax_fa.kernels.sm90.fwd_lists import anew, begin, find, next_tile, on_list, release, state_at
+from jax_fa.kernels.sm90.fwd_roles import Scored, mask_block
 from jax_fa.kernels.sm90.fwd_work import ForwardContext, thread_anew
-from jax_fa.kernels.sm90.plan_bias import ANY, CHUNK_BYTES, FLOAT, HALF
+from jax_fa.kernels.sm90.plan_bias import ANY, CHUNK_BYTES, FLOAT, HALF, chunks_of_stage
 from jax_fa.spec.config_sm90 import HopperForward
 
 
@@ -32,6 +33,11 @@ def describe(variant: Variant, call: ForwardCall) -> primitives.TmaArray:
     """Describes the bias to TMA."""
     chunk = cute.slice_(layout(variant.config), (None, None, 0))
     return bias_chunks.describe(call.scalars.bias, call.queries.length, chunk)
+
+
+def num_halves(variant: Variant) -> int:
+    """The shared memory of the bias, in halves."""
+    return cute.cosize(layout(variant.config))
 
 
 @cute.jit
@@ -67,22 +73,30 @@ def _load_tile(
     """Loads the chunks of a tile: in a block, first keys first."""
     block = work.blocks.end - 1
     count = variant.config.block_kv * x.scalars.bias.size_bytes // CHUNK_BYTES
+    in_stage = chunks_of_stage(variant.key, variant.config)
     for _ in cutlass.range(work.num_blocks, unroll=1):
-        for i in cutlass.range(count, unroll=1):
+        for i in cutlass.range(0, count, in_stage, unroll=1):
             slot = chunks.acquire_and_advance()
-            copy_chunk(variant, x, work, block * count + i, slot)
+            for j in cutlass.range_constexpr(in_stage):
+                number, place = block * count + i + j, slot.index * in_stage + j
+                copy_chunk(variant, x, work, number, place, slot)
         block = below(variant, x, block)
     return chunks
 
 
 @cute.jit
 def copy_chunk(
-    variant: cutlass.Constexpr, x: ForwardContext, work: Work, number: Int32, slot: Any
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    work: Work,
+    number: Int32,
+    place: Int32,
+    slot: Any,
 ) -> None:
-    """Starts the copy of chunk ``number`` of a tile's rows, by TMA."""
+    """Starts the copy of chunk ``number`` of a tile's rows to a ``place``, by TMA."""
     rows = loads.Rows(work.span.first_row, work.tile.head, work.tile.batch)
     target, source = bias_chunks.views(x.bias, x.smem.bias, x.scalars.bias, rows)
-    cute.copy(x.bias.atom, source[None, number], target[None, slot.index], tma_bar_ptr=slot.barrier)
+    cute.copy(x.bias.atom, source[None, number], target[None, place], tma_bar_ptr=slot.barrier)
 
 
 @cute.jit
@@ -112,20 +126,39 @@ def steps(
 
 
 @cute.jit
+def to_probabilities(
+    variant: cutlass.Constexpr,
+    x: Any,
+    c: Any,
+    work: Work,
+    block: Int32,
+    hides: Boolean,
+    scored: Scored,
+    form: cutlass.Constexpr[int],
+) -> None:
+    """Adds the bias, and does what ``to_probabilities`` of ``fwd_roles.py`` does."""
+    add(variant, x, c, work, block, scored, form)
+    if hides:
+        mask_block(variant, x, c, work, scored.scores, block)
+    shrink = fragment_softmax.update(scored.scores, c.state, x.scalars.scale_log2, are_wide=True)
+    c.shrink.store(shrink.load())
+
+
+@cute.jit
 def add(
     variant: cutlass.Constexpr,
     x: Any,
     c: Any,
     work: Work,
     block: Int32,
-    scores: cute.Tensor,
-    number: Int32,
+    scored: Scored,
     form: cutlass.Constexpr[int],
 ) -> None:
     """Replaces each score of a block by ``scale`` times it plus its bias, capped.
 
-    The consumer has processed ``number`` blocks before; ``form`` is as in ``plan_bias.py``.
+    ``form`` is as in ``plan_bias.py``.
     """
+    scores, number = scored.scores, scored.k_full.count
     bias, c = x.scalars.bias, thread_anew(variant, c)
     if const_expr(form != ANY):
         _add_staged(variant, x, c, scores, number, form)

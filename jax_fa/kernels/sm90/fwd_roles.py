@@ -81,8 +81,7 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
                 slot = v.acquire_and_advance()
                 phase = load_v(variant, x, before, before.blocks.start, slot, phase)
                 tile = next_tile(variant, x, work.tile.slot + 1)
-        loaded = LoadedBlocks(k, v, phase, number)
-        k, v, phase, number = load_middle(variant, x, work, loaded)
+        k, v, phase, number = load_middle(variant, x, work, LoadedBlocks(k, v, phase, number))
         slot = v.acquire_and_advance()
         load_v(variant, x, work, work.blocks.start, slot, phase)
         # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
@@ -148,12 +147,6 @@ def load_v(
 
 
 @cute.jit
-def pingpong_arrive(variant: cutlass.Constexpr, c: ForwardConsumer) -> None:
-    """Lets the next consumer issue its products."""
-    primitives.arrive(variant, "pingpong0", (c.index + 1) % variant.config.num_consumers)
-
-
-@cute.jit
 def fetch_q(
     variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, q_index: Int32
 ) -> None:
@@ -164,28 +157,42 @@ def fetch_q(
         cute.copy(copy, copy.partition_S(x.smem.q[None, None, q_index]), copy.retile(c.q))
 
 
-@cute.jit
-def multiply_qk(
-    variant: cutlass.Constexpr,
-    c: ForwardConsumer,
-    scores: cute.Tensor,
-    q_index: Int32,
-    k_index: Int32,
-) -> None:
-    """Issues ``scores = Q K^T``."""
-    keys = c.k[None, None, None, k_index]
-    rows = c.q if variant.config.q_in_registers else c.q[None, None, None, q_index]
-    fragments.multiply(c.qk, scores, rows, keys, False)
+class Scored(NamedTuple):
+    """S of a block, and what it was computed from."""
+
+    scores: cute.Tensor
+    q_index: Int32
+    k_full: Any  # the stage of keys that S reads
+    is_odd: Boolean  # fwd_bias_product.py
 
 
 class Products(NamedTuple):
     """S of a block and PV of the previous one, in flight, and the pipes, advanced."""
 
-    scores: cute.Tensor
-    k_full: Any  # the stage of keys that S reads
+    scored: Scored
     v_full: Any  # the stage of values that PV reads
     k: PipelineConsumer
     v: PipelineConsumer
+
+
+@cute.jit
+def score(
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    q_index: Int32,
+    k_full: Any,
+    follows: cutlass.Constexpr[bool],
+) -> Scored:
+    """Issues S of a block, with its bias if that is a product."""
+    scores = c.qk.make_fragment_C(c.qk.partition_shape_C((WGMMA_ROWS, variant.config.block_kv)))
+    keys = c.k[None, None, None, k_full.index]
+    rows = c.q if variant.config.q_in_registers else c.q[None, None, None, q_index]
+    fragments.multiply(c.qk, scores, rows, keys, False)
+    is_odd = Boolean(False)
+    if const_expr(variant.key.multiplies_bias):
+        is_odd = variant.bias.multiply(variant, x, c, scores, k_full.count, follows)
+    return Scored(scores, q_index, k_full, is_odd)
 
 
 class Place(NamedTuple):
@@ -199,20 +206,26 @@ class Place(NamedTuple):
 
 @cute.jit
 def products(
-    variant: cutlass.Constexpr, c: ForwardConsumer, q_index: Int32, pipes: KvPipes
+    variant: cutlass.Constexpr,
+    x: ForwardContext,
+    c: ForwardConsumer,
+    q_index: Int32,
+    pipes: KvPipes,
+    follows: cutlass.Constexpr[bool] = True,
 ) -> Products:
-    """Issues S of the next block and PV of the current one."""
+    """Issues S of the next block, which ``follows`` in the same tile or not, and current PV."""
     k, v = pipes.k, pipes.v
-    scores = c.qk.make_fragment_C(c.qk.partition_shape_C((WGMMA_ROWS, variant.config.block_kv)))
     k_full = k.wait_and_advance()
+    if const_expr(variant.key.multiplies_bias):
+        variant.bias.wait(variant, x, k_full.count)
     primitives.meet(variant, "pingpong0", c.index)
-    multiply_qk(variant, c, scores, q_index, k_full.index)
+    scored = score(variant, x, c, q_index, k_full, follows)
     if const_expr(variant.config.scales_late):
         fragment_softmax.scale_rows(c.out, c.shrink)
     v_full = v.wait_and_advance()
     fragments.multiply(c.pv, c.out, c.p, c.v[None, None, None, v_full.index], True)
-    pingpong_arrive(variant, c)
-    return Products(scores, k_full, v_full, k, v)
+    primitives.arrive(variant, "pingpong0", (c.index + 1) % variant.config.num_consumers)
+    return Products(scored, v_full, k, v)
 
 
 @cute.jit
@@ -228,7 +241,7 @@ def middle(
     x, work = on_list(variant, x, work), anew(variant, x, work)
     blocks, newest = work.blocks, work.blocks.end - 1
     at = Place(pipes.k, pipes.v, *step_after(variant, x, work, newest))
-    if const_expr(variant.key.has_bias):
+    if const_expr(variant.key.has_bias and variant.is_general):
         at = variant.bias.steps(variant, step, x, c, work, q_index, at)
     elif const_expr(variant.is_general and variant.config.is_persistent):
         # One step of each kind. Three loops, over masked, full and masked blocks, spill. Where a
@@ -265,19 +278,19 @@ def step(
     form: cutlass.Constexpr[int] = 0,  # of a bias: plan_bias.py
 ) -> Place:
     """Computes S and softmax of a block, masked if it ``hides`` keys, and PV of the one before."""
-    scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(at.k, at.v))
+    scored, v_full, k, v = products(variant, x, c, q_index, KvPipes(at.k, at.v))
     # Found here, while products run: between two steps, the latency would not be hidden.
-    following = next_step(variant, x, at.block, k_full.count)
+    following = next_step(variant, x, at.block, scored.k_full.count)
     warpgroup.wait_group(1)  # for S
-    k_full.release()
-    add_bias(variant, x, c, work, at.block, scores, k_full.count, form)
-    to_probabilities(variant, x, c, work, at.block, hides, scores)
+    if const_expr(not variant.key.multiplies_bias):
+        scored.k_full.release()
+    to_probabilities(variant, x, c, work, at.block, hides, scored, form)
     if const_expr(variant.config.is_persistent):  # D = 256, causal, 2 x 8192: 1761 us without, 1810
-        primitives.hold_until(cute.recast_tensor(scores, Int32)[HELD_BY], x.smem.zero_fill)
+        primitives.hold_until(cute.recast_tensor(scored.scores, Int32)[HELD_BY], x.smem.zero_fill)
     warpgroup.wait_group(0)
     v_full.release()
     # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
-    primitives.narrow(scores, c.p)
+    primitives.narrow(scored.scores, c.p)
     if const_expr(not variant.config.scales_late):
         fragment_softmax.scale_rows(c.out, c.shrink)
     return Place(k, v, *following)
@@ -291,15 +304,19 @@ def to_probabilities(
     work: Work,
     block: Int32,
     hides: Boolean,
-    scores: cute.Tensor,
+    scored: Scored,
+    form: cutlass.Constexpr[int] = 0,
 ) -> None:
     """Caps a block's scores, masks them if the block ``hides`` keys, and exponentiates them."""
-    if const_expr(variant.key.has_soft_cap):
-        softmax.cap(scores, x.scalars.cap_inner_log2)
-    if hides:
-        mask_block(variant, x, c, work, scores, block)
-    shrink = fragment_softmax.update(scores, c.state, x.scalars.scale_log2, variant.key.has_bias)
-    c.shrink.store(shrink.load())
+    if const_expr(variant.key.has_bias):
+        variant.bias.to_probabilities(variant, x, c, work, block, hides, scored, form)
+    else:
+        if const_expr(variant.key.has_soft_cap):
+            softmax.cap(scored.scores, x.scalars.cap_inner_log2)
+        if hides:
+            mask_block(variant, x, c, work, scored.scores, block)
+        shrink = fragment_softmax.update(scored.scores, c.state, x.scalars.scale_log2)
+        c.shrink.store(shrink.load())
 
 
 @cute.jit
@@ -330,31 +347,13 @@ def first_probabilities(
     x: ForwardContext,
     c: ForwardConsumer,
     work: Work,
-    scores: cute.Tensor,
-    number: Int32,
+    scored: Scored,
 ) -> None:
     """Resets the statistics and applies ``to_probabilities`` to a tile's newest block."""
     x, newest = on_list(variant, x, work), work.blocks.end - 1
     fragment_softmax.reset(c.state)
-    add_bias(variant, x, c, work, newest, scores, number)
     hides = hides_pairs(variant, x.scalars, work.blocks, x.smem.found, newest)
-    to_probabilities(variant, x, c, work, newest, hides, scores)
-
-
-@cute.jit
-def add_bias(
-    variant: cutlass.Constexpr,
-    x: ForwardContext,
-    c: ForwardConsumer,
-    work: Work,
-    block: Int32,
-    scores: cute.Tensor,
-    number: Int32,
-    form: cutlass.Constexpr[int] = 0,
-) -> None:
-    """Adds the bias, if there is one, to the scores of the ``number``-th block processed."""
-    if const_expr(variant.key.has_bias):
-        variant.bias.add(variant, x, c, work, block, scores, number, form)
+    to_probabilities(variant, x, c, work, newest, hides, scored)
 
 
 @cute.jit
@@ -368,17 +367,17 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         q, k, v = pipes
         work = begin(variant, x, tile)
         if c.index == config.num_consumers - 1:
-            pingpong_arrive(variant, c)
+            primitives.arrive(variant, "pingpong0", (c.index + 1) % config.num_consumers)
         q_full = q.wait_and_advance()
         k_full = k.wait_and_advance()
-        scores = c.qk.make_fragment_C(c.qk.partition_shape_C((WGMMA_ROWS, config.block_kv)))
         q_index = q_full.index * config.num_consumers + c.index
         fetch_q(variant, x, c, q_index)
-        multiply_qk(variant, c, scores, q_index, k_full.index)
+        scored = score(variant, x, c, q_index, k_full, False)
         warpgroup.wait_group(0)
-        k_full.release()
-        first_probabilities(variant, x, c, work, scores, k_full.count)
-        primitives.narrow(scores, c.p)
+        if const_expr(not variant.key.multiplies_bias):
+            k_full.release()
+        first_probabilities(variant, x, c, work, scored)
+        primitives.narrow(scored.scores, c.p)
         c.out.fill(0.0)
         if const_expr(config.is_persistent):
             stored = q_full  # of the tile before, whose output TMA may still read
@@ -392,17 +391,20 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 q_next = q.wait_and_advance()
                 q_index = q_next.index * config.num_consumers + c.index
                 fetch_q(variant, x, c, q_index)
-                scores, k_full, v_full, k, v = products(variant, c, q_index, KvPipes(k, v))
+                scored, v_full, k, v = products(variant, x, c, q_index, KvPipes(k, v), False)
                 warpgroup.wait_group(1)  # for S
-                k_full.release()
+                if const_expr(not variant.key.multiplies_bias):
+                    scored.k_full.release()
                 finished = fragment_softmax.copy(c.state)
-                first_probabilities(variant, x, c, work, scores, k_full.count)
-                primitives.hold_until(cute.recast_tensor(scores, Int32)[HELD_BY], x.smem.zero_fill)
+                first_probabilities(variant, x, c, work, scored)
+                bits = cute.recast_tensor(scored.scores, Int32)[HELD_BY]
+                primitives.hold_until(bits, x.smem.zero_fill)
                 warpgroup.wait_group(0)
                 v_full.release()
-                primitives.narrow(scores, c.p)
+                primitives.narrow(scored.scores, c.p)
                 if const_expr(stores_late):
-                    release_stored(c, stored, q_full)
+                    if q_full.count > 0:
+                        release_q(c, stored)
                 store(variant, x, c._replace(state=finished), before, before_index)
                 release(variant, x, before)
                 c.out.fill(0.0)
@@ -416,24 +418,18 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
             fragment_softmax.scale_rows(c.out, c.shrink)
         primitives.meet(variant, "pingpong0", c.index)
         fragments.multiply(c.pv, c.out, c.p, c.v[None, None, None, v_full.index], True)
-        pingpong_arrive(variant, c)
+        primitives.arrive(variant, "pingpong0", (c.index + 1) % config.num_consumers)
         warpgroup.wait_group(0)
         v_full.release()
         if const_expr(stores_late):
-            release_stored(c, stored, q_full)
+            if q_full.count > 0:
+                release_q(c, stored)
         store(variant, x, c, work, q_index)
         release(variant, x, work)
         release_q(c, q_full)
         # The last consumer has arrived once more for the first; this wait completes that phase.
         if c.index == 0:
             primitives.meet(variant, "pingpong0", c.index)
-
-
-@cute.jit
-def release_stored(c: ForwardConsumer, stored: Any, q_full: Any) -> None:
-    """Releases the query tile before that of ``q_full``, if there is one."""
-    if q_full.count > 0:
-        release_q(c, stored)
 
 
 @cute.jit

@@ -62,7 +62,7 @@ class ForwardContext(NamedTuple):
     granules: Any  # primitives.TmaArray, or None likewise
     bias: Any  # primitives.TmaArray of the bias, or None without one
     ring: Any  # the PipelineAsync of lists, or None if the variant has none
-    chunks: Any  # the PipelineTmaAsync of chunks of a bias, or None without one
+    chunks: Any  # the pipelines of a bias, made by its module, or None without one
 
 
 def make_layouts(variant: Variant) -> ForwardLayouts:
@@ -98,7 +98,8 @@ def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
     """The consumer that the calling thread belongs to, with its fragments."""
     key, config, dtype = variant.key, variant.config, variant.dtype
     thread = cute.arch.thread_idx()[0] - variant.plan.role("consume").warps.start * edges.WARP
-    qk = fragments.make_mma(dtype, config.block_kv, OperandMajorMode.K, config.q_in_registers)
+    columns = config.columns or config.block_kv
+    qk = fragments.make_mma(dtype, columns, OperandMajorMode.K, config.q_in_registers)
     pv = fragments.make_mma(dtype, key.value_dim, OperandMajorMode.MN, a_in_registers=True)
     qk_slice, pv_slice = qk.get_slice(0), pv.get_slice(0)
     q_source = qk_slice.partition_A(x.smem.q)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jax_fa.kernels.edges import WARP, Buffer, Edge, Plan, Role, check
-from jax_fa.kernels.sm90.plan import forward_plan
+from jax_fa.kernels.sm90.plan import WGMMA_ROWS, forward_plan
 from jax_fa.spec.config_sm90 import HopperForward
 from jax_fa.spec.key import KernelKey
 
@@ -13,17 +13,33 @@ CHUNK_BYTES = 128
 """Bytes of each row in a chunk: ``bias_chunks.py``."""
 ANY, HALF, FLOAT = range(3)
 """What a step is compiled for: any bias; one without cap that TMA reads, of 16 bits or float32."""
+FACTORS_BYTES = 2 * WGMMA_ROWS * CHUNK_BYTES
+"""The matrices that a bias is multiplied by: ``fwd_bias_product.py``."""
+
+
+def chunks_of_stage(key: KernelKey, config: HopperForward) -> int:
+    """The number of chunks in a stage of the ring: one, or all of a block."""
+    return config.block_kv * 2 // CHUNK_BYTES if key.multiplies_bias else 1
+
+
+def num_words(config: HopperForward) -> int:
+    """Words beside the factors: whether they are rounded, and two of each consumer."""
+    return 1 + 2 * config.num_consumers
 
 
 def biased_plan(key: KernelKey, config: HopperForward) -> Plan:
     """The checked plan of the forward kernel with a bias for ``key`` under ``config``."""
-    plan, chunk_bytes = forward_plan(key, config), config.block_q * CHUNK_BYTES
+    plan = forward_plan(key, config)
+    stage_bytes = chunks_of_stage(key, config) * config.block_q * CHUNK_BYTES
     load, find, consume = plan.roles
     finders = find.warps[:-1]
     load_bias = Role("load_bias", find.warps[-1:], config.producer_registers)
     chunks = Edge(
-        "bias", "load_bias", "consume", config.bias_stages, chunk_bytes, "chunk in smem", "added"
+        "bias", "load_bias", "consume", config.bias_stages, stage_bytes, "chunk in smem", "added"
     )
+    buffers = [Buffer("bias", stage_bytes * config.bias_stages)]
+    if key.multiplies_bias:
+        buffers += [Buffer("factors", FACTORS_BYTES), Buffer("words", 4 * num_words(config))]
     readers = ("load", "load_bias", "consume")
     plan = replace(
         plan,
@@ -32,7 +48,7 @@ def biased_plan(key: KernelKey, config: HopperForward) -> Plan:
             *(replace(x, consumer=readers) if x.data == "work" else x for x in plan.edges),
             chunks,
         ),
-        buffers=(*plan.buffers, Buffer("bias", chunk_bytes * config.bias_stages)),
+        buffers=(*plan.buffers, *buffers),
         barriers=tuple(
             replace(x, threads=WARP * len(finders)) if x.name == "made" else x
             for x in plan.barriers
