@@ -50,6 +50,10 @@ if not COMPILED:
     pytest.skip("this build holds no GPU kernels", allow_module_level=True)
 
 
+def bias_for(key):
+    return Bias(is_float32=key.dtype == "float16" and not key.multiplies_bias)
+
+
 def case_for(variant):
     key = variant.key
     if key.is_split:
@@ -77,7 +81,7 @@ def case_for(variant):
         value_dim=key.value_dim,
         soft_cap=5.0 if key.has_soft_cap else None,
         kv_lengths=(kv_len - 10,) if key.mask == "general" else None,
-        bias=Bias(is_float32=key.dtype == "float16") if key.has_bias else None,
+        bias=bias_for(key) if key.has_bias else None,
         **MASKS[key.mask],
     )
 

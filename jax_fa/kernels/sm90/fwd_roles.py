@@ -62,8 +62,7 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
     tile = next_tile(variant, x, Int32(0))
     if tile.is_valid:
         work = begin(variant, x, tile)
-        slot = q.acquire_and_advance()
-        load_q(variant, x, work, slot)
+        load_q(variant, x, work, q.acquire_and_advance())
         slot = k.acquire_and_advance()
         load_k(x, work, work.blocks.end - 1, slot)
         if const_expr(variant.config.is_persistent):
@@ -74,16 +73,14 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
                 loaded = LoadedBlocks(k, v, phase, number)
                 k, v, phase, number = load_middle(variant, x, work, loaded)
                 before, work = work, next_work
-                slot = q.acquire_and_advance()
-                load_q(variant, x, work, slot)
+                load_q(variant, x, work, q.acquire_and_advance())
                 slot = k.acquire_and_advance()
                 load_k(x, work, work.blocks.end - 1, slot)
                 slot = v.acquire_and_advance()
                 phase = load_v(variant, x, before, before.blocks.start, slot, phase)
                 tile = next_tile(variant, x, work.tile.slot + 1)
         k, v, phase, number = load_middle(variant, x, work, LoadedBlocks(k, v, phase, number))
-        slot = v.acquire_and_advance()
-        load_v(variant, x, work, work.blocks.start, slot, phase)
+        load_v(variant, x, work, work.blocks.start, v.acquire_and_advance(), phase)
         # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
         q.tail()
         k.tail()
@@ -315,8 +312,7 @@ def to_probabilities(
             softmax.cap(scored.scores, x.scalars.cap_inner_log2)
         if hides:
             mask_block(variant, x, c, work, scored.scores, block)
-        shrink = fragment_softmax.update(scored.scores, c.state, x.scalars.scale_log2)
-        c.shrink.store(shrink.load())
+        c.shrink.store(fragment_softmax.update(scored.scores, c.state, x.scalars.scale_log2).load())
 
 
 @cute.jit
@@ -386,8 +382,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 # Begun early: at the border, between two products, the latency would not be hidden.
                 next_work = begin(variant, x, tile)
                 k, v = middle(variant, x, c, work, q_index, KvPipes(k, v))
-                before, before_index = work, q_index
-                work = anew(variant, x, next_work)
+                before, before_index, work = work, q_index, anew(variant, x, next_work)
                 q_next = q.wait_and_advance()
                 q_index = q_next.index * config.num_consumers + c.index
                 fetch_q(variant, x, c, q_index)
@@ -403,8 +398,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 v_full.release()
                 primitives.narrow(scored.scores, c.p)
                 if const_expr(stores_late):
-                    if q_full.count > 0:
-                        release_q(c, stored)
+                    release_stored(c, stored, q_full)
                 store(variant, x, c._replace(state=finished), before, before_index)
                 release(variant, x, before)
                 c.out.fill(0.0)
@@ -422,14 +416,20 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         warpgroup.wait_group(0)
         v_full.release()
         if const_expr(stores_late):
-            if q_full.count > 0:
-                release_q(c, stored)
+            release_stored(c, stored, q_full)
         store(variant, x, c, work, q_index)
         release(variant, x, work)
         release_q(c, q_full)
         # The last consumer has arrived once more for the first; this wait completes that phase.
         if c.index == 0:
             primitives.meet(variant, "pingpong0", c.index)
+
+
+@cute.jit
+def release_stored(c: ForwardConsumer, stored: Any, q_full: Any) -> None:
+    """Releases the query tile before that of ``q_full``, if there is one."""
+    if q_full.count > 0:
+        release_q(c, stored)
 
 
 @cute.jit
