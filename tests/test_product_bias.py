@@ -1,4 +1,4 @@
-"""Which problems run the forward in which the tensor core adds the bias."""
+"""Which problems run kernels in which the tensor core adds the bias."""
 
 from dataclasses import replace
 
@@ -15,11 +15,11 @@ PAIR = Problem(
 )
 
 
-def names(problem):
-    """The forwards that serve a problem on Hopper, the fastest first."""
+def names(problem, operation="fwd"):
+    """The kernels that serve a problem on Hopper, the fastest first."""
     return [
         f"{key.mask}{'_product' if key.multiplies_bias else ''}"
-        for key in variants.serving(problem, "fwd")
+        for key in variants.serving(problem, operation)
         if (key.head_dim, key.value_dim) == (64, 64)
     ]
 
@@ -36,7 +36,9 @@ def names(problem):
     ],
 )
 def test_products_add_a_bias_that_tma_reads(fields, mask):
-    assert names(replace(PAIR, **fields)) == [f"{mask}_product", "general"]
+    problem = replace(PAIR, **fields)
+    assert names(problem) == names(problem, "bwd") == [f"{mask}_product", "general"]
+    assert names(problem, "dbias") == ["general"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,8 @@ def test_products_add_a_bias_that_tma_reads(fields, mask):
     ],
 )
 def test_others_are_added_by_elements(fields):
-    assert names(replace(PAIR, **fields)) == ["general"]
+    problem = replace(PAIR, **fields)
+    assert names(problem) == names(problem, "bwd") == ["general"]
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)

@@ -257,7 +257,8 @@ def backward_entry(variant: Any, launch: Callable) -> Callable:
             added = biases.Bias(
                 bias, bias_batch, bias_heads, bias_rows, bias_keys, bias_bytes, scale, soft_cap
             )
-            score_log2 = biases.score_log2(added)
+            if const_expr(not key.multiplies_bias):
+                score_log2 = biases.score_log2(added)
         scalars = backward_work.Scalars(
             sequences=tiles.Sequences(
                 lengths=tiles.Sides(kv_lengths, q_lengths),

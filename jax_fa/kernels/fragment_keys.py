@@ -80,7 +80,7 @@ def exponentiate(
             powers = [
                 cute.math.exp2(scores[i] * score_log2 - pair[i], fastmath=True) for i in range(2)
             ]
-            if const_expr(variant.key.has_bias):
+            if const_expr(variant.key.has_bias and not variant.key.multiplies_bias):
                 powers = [backward_rows.probability(power) for power in powers]
             word = fragments.ROWS * group + r
             if const_expr(p is not None):

@@ -33,7 +33,7 @@ class Kernels(NamedTuple):
         folder: under ``kernels/``, with the code.
         heads: (D, Dv).
         small: of which there are kernels with small tiles, too (``KernelKey.is_small``).
-        multiplied: of which there are forwards that multiply a bias (``KernelKey``), too.
+        multiplied: of which there are kernels that multiply a bias (``KernelKey``), too.
     """
 
     folder: str

@@ -40,9 +40,10 @@ class HopperBackward:
         is_lean: whether dK and dV leave room for one more accumulator at a time. S, dP and dQ then
             take turns, P waits for dP in float16, and dK reads dS from shared memory. Consumers own
             keys; dQ is not staged, and dV early; there is no cap and no bias.
-        bias_stages: depth of the ring of chunks of a bias, each of which holds 16-bit elements of
-            all keys of a step or float32 ones of half of them; 0 without a bias, or where shared
-            memory has no room.
+        bias_stages: depth of the ring of chunks of a bias, a stage of which holds 16-bit
+            elements of all keys of a step or float32 ones of half of them; 0 without a bias, or
+            where shared memory has no room. With two, dS takes the place of a bias that is
+            multiplied.
         tells_steps: whether consumers read from shared memory what tile they work on and what is
             special about each step, rather than keep or compute it. Only with a general mask and
             without a bias.
@@ -99,7 +100,7 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
     if key.head_dim <= 64:
         # 526 and 507 (dV after dQ -4 %; with dQ staged -1 %; with statistics loaded early, which
         # spills, -10 %). With a bias, 128 rows spill 200 bytes, without overlap 56.
-        block_q = 64 if key.has_bias else 128
+        block_q = 64 if key.has_bias and not key.multiplies_bias else 128
         held_by = _held_by(key)
         return HopperBackward(
             block_q,
@@ -108,7 +109,7 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
             issues_dv_early=True,
             rounds_slope=key.has_soft_cap,
             held_by=held_by,
-            rounds_p_early=held_by > 0,
+            rounds_p_early=held_by > 0 and not key.has_bias,
             bias_stages=_bias_stages(key),
         )
     # dK and dV of 64 keys fill (D + Dv) / 2 registers of each thread of a warpgroup.
@@ -153,7 +154,7 @@ def _held_by(key: KernelKey) -> int:
     spills), D = 96 0.97 and 1.00 (16: 0.97, 1.02), D = 128 0.99 and 0.98 (12: 1.01, 0.98; 20
     spills). P rounded late: D = 64 (32) 1.00 and 0.98, D = 128 1.00 and 0.98, better at D = 96.
     """
-    if key.has_soft_cap or key.has_bias:  # Not measured.
+    if key.has_soft_cap or (key.has_bias and not key.multiplies_bias):  # Not measured.
         return 0
     return {64: 24, 96: 24, 128: 16}.get(key.head_dim, 0)
 
@@ -165,4 +166,6 @@ def _bias_stages(key: KernelKey) -> int:
     """
     if not key.has_bias or (key.head_dim, key.dtype) == (128, "float16"):
         return 0
+    if key.multiplies_bias:
+        return 2
     return {128: 2, 256: 0}.get(key.head_dim, 4)

@@ -106,7 +106,7 @@ def _enumerate() -> Iterator[Variant]:
         {"mask": mask, "has_bias": True, "multiplies_bias": True} for mask in ("full", "causal")
     ]
     forwards = [*masks, *small, split, few, bias, *products]
-    of_operation = {"fwd": forwards, "bwd": [*masks, bias], "dbias": [bias]}
+    of_operation = {"fwd": forwards, "bwd": [*masks, bias, *products], "dbias": [bias]}
     for arch, operation, dtype, heads in product(ARCHS, OPERATIONS, SHORT_DTYPES, HEADS):
         for fields in of_operation[operation]:
             variant = Variant(operation, arch.name, KernelKey(arch.target, dtype, *heads, **fields))
@@ -313,7 +313,7 @@ def _blocks_of_a_cta(problem: Problem, rows: int) -> float:
 
 
 HEADS_MULTIPLIED = frozenset(heads for arch in ARCHS for heads in arch.kernels("bias").multiplied)
-"""(D, Dv) of which some family has forwards that multiply a bias."""
+"""(D, Dv) of which some family has kernels that multiply a bias."""
 
 
 @cache
@@ -374,7 +374,7 @@ def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
                 keys.append(split)
             if heads in HEADS_OF_SMALL and not has_soft_cap and small_tiles_pay(problem, heads[0]):
                 keys.append(replace(key, is_small=True))
-        if operation == "fwd" and heads in HEADS_MULTIPLIED and can_multiply(problem):
+        if operation != "dbias" and heads in HEADS_MULTIPLIED and can_multiply(problem):
             keys.append(replace(key, mask=_class_of_mask(problem), multiplies_bias=True))
         keys.append(key)
     return keys

@@ -336,11 +336,12 @@ MULTIPLIED += [
 
 
 @pytest.mark.parametrize("biased", MULTIPLIED, ids=str)
-def test_the_tensor_core_adds_a_bias(kernels, biased):
+@pytest.mark.parametrize("operation", ["fwd", "bwd"])
+def test_the_tensor_core_adds_a_bias(kernels, operation, biased):
     given = given_of(biased)
     mask = "causal" if biased.case.is_causal else "full"
     key = dataclasses.replace(KEY, mask=mask, multiplies_bias=True)
-    check(call(kernels("fwd", key), "fwd", given), given)
+    check(call(kernels(operation, key), operation, given), given)
 
 
 WHOLE = [x for x in CASES if x.dims == "BNTS"]

@@ -33,7 +33,12 @@ from jax_fa.kernels.backward_host import (
 )
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
-from jax_fa.kernels.sm90 import bias_chunks, bwd_bias, bwd_dbias
+from jax_fa.kernels.sm90 import (
+    bias_chunks,
+    bias_product,
+    bwd_bias,
+    bwd_dbias,
+)
 from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore, load
 from jax_fa.kernels.sm90.bwd_steps import tell_work
 from jax_fa.kernels.sm90.bwd_work import (
@@ -43,7 +48,15 @@ from jax_fa.kernels.sm90.bwd_work import (
     BackwardVariant,
     make_layouts,
 )
-from jax_fa.kernels.sm90.plan_bwd import STEP_WORDS, backward_plan, step_slots, work_words
+from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
+from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES
+from jax_fa.kernels.sm90.plan_bwd import (
+    STEP_WORDS,
+    backward_plan,
+    num_words,
+    step_slots,
+    work_words,
+)
 from jax_fa.spec import division
 from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
@@ -68,6 +81,10 @@ def kernel(
     dq_layout = cute.make_layout((FLOATS, variant.dq_fours, config.num_consumers))
     dq_elements = cute.cosize(dq_layout) if config.stages_dq != "never" else 0
     bias_halves = cute.cosize(layouts.bias) if config.bias_stages else 0
+    multiplies = variant.key.multiplies_bias
+    ds_elements = 0 if multiplies else cute.cosize(layouts.ds)
+    factor_elements = FACTORS_BYTES // ELEMENT_BYTES if multiplies else 0
+    odd_words = num_words(config) if multiplies else 0
     slots, words = step_slots(config), work_words(config)
 
     @cute.struct
@@ -86,12 +103,14 @@ def kernel(
         delta: cute.struct.Align[
             cute.struct.MemRange[Float32, config.block_q * config.dout_stages], 128
         ]
+        odd: cute.struct.MemRange[Int32, odd_words]
         bias: cute.struct.Align[cute.struct.MemRange[dtype, bias_halves], 1024]
+        factors: cute.struct.Align[cute.struct.MemRange[dtype, factor_elements], 1024]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.dout)], 1024]
-        ds: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.ds)], 1024]
+        ds: cute.struct.Align[cute.struct.MemRange[dtype, ds_elements], 1024]
         p: cute.struct.Align[cute.struct.MemRange[dtype, p_elements], 1024]
         dq: cute.struct.Align[cute.struct.MemRange[Float32, dq_elements], 128]
 
@@ -108,17 +127,21 @@ def kernel(
         ring = edges.make_ring(plan, plan.edge("bias"), storage.bias_barriers.data_ptr())
         bias_in, bias_out = ring.make_participants()
         bias_read = ring.make_consumer()
+    factors = storage.factors.data_ptr().toint() if multiplies else None
+    ds = primitives.smem_tensor(storage.bias if multiplies else storage.ds, layouts.ds)
     smem = BackwardSmem(
         k=primitives.smem_tensor(storage.k, layouts.k),
         v=primitives.smem_tensor(storage.v, layouts.v),
         q=primitives.smem_tensor(storage.q, layouts.q),
         dout=primitives.smem_tensor(storage.dout, layouts.dout),
-        ds=primitives.smem_tensor(storage.ds, layouts.ds),
-        p=primitives.smem_tensor(storage.ds if config.splits_keys else storage.p, layouts.ds),
+        ds=ds,
+        p=ds if config.splits_keys else primitives.smem_tensor(storage.p, layouts.ds),
         lse2=storage.lse2.get_tensor(cute.make_layout((config.block_q, config.q_stages))),
         delta=storage.delta.get_tensor(cute.make_layout((config.block_q, config.dout_stages))),
         dq=storage.dq.get_tensor(dq_layout) if dq_elements else None,
         bias=primitives.smem_tensor(storage.bias, layouts.bias) if bias_halves else None,
+        factors=bias_product.factors_at(dtype, factors) if multiplies else None,
+        words=storage.odd.get_tensor(cute.make_layout(odd_words)) if multiplies else None,
         steps=storage.steps.get_tensor(cute.make_layout((STEP_WORDS, slots))) if slots else None,
         work=storage.work.get_tensor(cute.make_layout(words)) if words else None,
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),

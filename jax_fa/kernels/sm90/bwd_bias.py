@@ -16,7 +16,7 @@ from cutlass.pipeline import PipelineProducer
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import fragment_bias_columns, fragments, loads, primitives
 from jax_fa.kernels.backward_work import Step, Work, first_step, next_step, tile_at, work_on
-from jax_fa.kernels.sm90 import bias_chunks
+from jax_fa.kernels.sm90 import bias_chunks, bias_product
 from jax_fa.kernels.sm90.bias_chunks import UNIT_WORDS, WORDS
 from jax_fa.kernels.sm90.bwd_work import thread_anew
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
@@ -28,6 +28,8 @@ FLOAT_STAGES = 2
 @cute.jit
 def load(variant: cutlass.Constexpr, x: Any, chunks: PipelineProducer) -> None:
     """Loads the bias of each tile's steps, if TMA can read it. One warp."""
+    if const_expr(variant.key.multiplies_bias):
+        bias_product.write_factors(x.smem.factors, x.smem.words, x.scalars.bias)
     tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
         work = work_on(variant, x, tile)

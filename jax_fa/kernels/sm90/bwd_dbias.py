@@ -51,7 +51,7 @@ def store(
 
     ``c`` is as for ``fragment_bias_columns.load``, which reads the bias of the same pairs.
     """
-    if const_expr(variant.key.has_bias):
+    if const_expr(variant.key.has_bias and not variant.key.multiplies_bias):
         _store(variant, x, c, work, at, ds)
 
 

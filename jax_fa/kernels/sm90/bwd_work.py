@@ -43,7 +43,8 @@ class BackwardVariant(NamedTuple):
     @property
     def may_cap(self) -> bool:
         """Whether logits may be bounded by a soft cap."""
-        return self.key.has_soft_cap or self.key.has_bias
+        key = self.key
+        return key.has_soft_cap or (key.has_bias and not key.multiplies_bias)
 
     @property
     def dq_order(self) -> str:
@@ -127,12 +128,14 @@ class BackwardSmem(NamedTuple):
     v: cute.Tensor  # (block_kv, Dv)
     q: cute.Tensor  # (block_q, D, q_stages)
     dout: cute.Tensor  # (block_q, Dv, dout_stages)
-    ds: cute.Tensor  # (block_q, block_kv, DS_STAGES)
+    ds: cute.Tensor  # (block_q, block_kv, DS_STAGES); where the bias is if that is multiplied
     p: cute.Tensor  # as ds; unused, and in the memory of ds, where consumers own keys
     lse2: cute.Tensor  # (block_q, q_stages)
     delta: cute.Tensor  # (block_q, dout_stages)
     dq: Any  # (4, fours of a consumer's part, consumers), or None if it is not staged
     bias: Any  # (block_q, halves, chunks of the ring), or None without a ring
+    factors: Any  # F of ``bias_product.py``, or None
+    words: Any  # (1 + consumers,) ``bias_product.write_factors``, or None likewise
     steps: Any  # (STEP_WORDS, 2 * q_stages) bwd_steps.py, or None unless steps are told
     work: Any  # (WORK_WORDS,) bwd_steps.py, or None likewise
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py

@@ -28,7 +28,7 @@ from jax_fa.kernels.edges import (
     check,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
-from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES
+from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES, FACTORS_BYTES
 from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.division import FOUND_WORDS
 from jax_fa.spec.key import KernelKey
@@ -46,6 +46,11 @@ def work_words(config: HopperBackward) -> int:
     return WORK_WORDS if config.tells_steps else 0
 
 
+def num_words(config: HopperBackward) -> int:
+    """Words beside the factors of a bias: whether they are rounded, and one of each consumer."""
+    return 1 + config.num_consumers
+
+
 def step_slots(config: HopperBackward) -> int:
     """The number of steps that ``STEP_WORDS`` are kept of."""
     return 2 * config.q_stages if config.tells_steps else 0
@@ -61,6 +66,8 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
     """The checked plan of the backward kernel for ``key`` under ``config``."""
     if config.tells_steps and (config.q_stages != DS_STAGES or key.has_bias):
         raise PlanError("a told step takes its buffer of dS from that of its queries, and no bias")
+    if key.multiplies_bias and config.bias_stages != DS_STAGES:
+        raise PlanError("dS takes the place of a bias that is multiplied")
     consumers = config.num_consumers
     k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES
     v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
@@ -85,6 +92,11 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
         Role("load_bias", range(2, 3), config.producer_registers),
         Role("store_dbias", range(3, 4), config.producer_registers),
     )
+    products = [Buffer("factors", FACTORS_BYTES), Buffer("words", 4 * num_words(config))]
+    odd = (
+        NamedBarrier(f"odd{i}", 5 + i, WARPGROUP, "whether P of any thread is odd")
+        for i in range(consumers if key.multiplies_bias else 0)
+    )
     has_ring = config.bias_stages > 0
     ds_threads = consumers * WARPGROUP + (WARP if has_ring else 0)
     plan = Plan(
@@ -105,7 +117,7 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
             Buffer("v", v_bytes),
             Buffer("q", q_bytes * q_stages),
             Buffer("dout", dout_bytes * dout_stages),
-            Buffer("ds", ds_bytes * DS_STAGES),
+            *(products if key.multiplies_bias else [Buffer("ds", ds_bytes * DS_STAGES)]),
             Buffer("p", 0 if config.splits_keys else ds_bytes * DS_STAGES),
             Buffer("dq", dq_bytes),
             Buffer("bias", bias_bytes * config.bias_stages),
@@ -119,6 +131,7 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
             NamedBarrier("ds", 1, ds_threads, "dS of all keys in smem, that before stored"),
             NamedBarrier("zero_filled", 2, consumers * WARPGROUP, "absent rows of a tile are zero"),
             *turn_barriers(config),
+            *odd,
         ),
     )
     check(plan)
