@@ -212,7 +212,8 @@ def call(
             shape = (*rows, operands.v.shape[3])
         results[name] = np.full(shape, np.nan, dtype)
     arrays |= results
-    for name, (shape, dtype) in scratch.shapes(operation, problem, 1).items():
+    compiled_dim = max(problem.head_dim, 64)
+    for name, (shape, dtype) in scratch.shapes(operation, problem, 1, compiled_dim).items():
         arrays[name] = np.full(shape, -1 if dtype == "int32" else np.nan, dtype)
     names = {x.name for x in abi.PARAMETERS[operation]}
     values: dict[str, float] = {}
@@ -342,6 +343,16 @@ def test_the_tensor_core_adds_a_bias(kernels, operation, biased):
     mask = "causal" if biased.case.is_causal else "full"
     key = dataclasses.replace(KEY, mask=mask, multiplies_bias=True)
     check(call(kernels(operation, key), operation, given), given)
+
+
+@pytest.mark.parametrize("multiplies", [False, True], ids=["by_elements", "product"])
+@pytest.mark.parametrize("head_dim", [8, 32, 40])
+def test_backwards_serve_narrow_heads(kernels, head_dim, multiplies):
+    """Columns of dQ that they do not have are not summed, or by nobody read."""
+    key = dataclasses.replace(KEY, mask="full", multiplies_bias=True) if multiplies else KEY
+    sizes = {"q_len": 150, "kv_len": 136, "head_dim": head_dim, "value_dim": head_dim}
+    given = given_of(Biased(Case("narrow", batch=1, heads=2, kv_heads=2, **sizes)))
+    check(call(kernels("bwd", key), "bwd", given), given)
 
 
 WHOLE = [x for x in CASES if x.dims == "BNTS"]

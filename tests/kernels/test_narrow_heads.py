@@ -6,6 +6,7 @@ Arrays have the heads that ``Kernel.array_heads`` says; behind those, kernels fi
 """
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -203,10 +204,12 @@ def check(module, built):
     assert_close(got, expected, "bfloat16")
 
 
-def made(folder, module, fault):
+TARGETS = {"mma_sync": "sm_80", "sm90": "sm_90a", "sm100": "sm_100f"}
+
+
+def made(folder, module, fault, mask="full"):
     """The kernel of a module for heads of 64, with what is wrong in it."""
-    target = {"mma_sync": "sm_80", "sm90": "sm_90a"}[module.split(".")[0]]
-    key = KernelKey(target, "bfloat16", 64, 64, "full")
+    key = KernelKey(TARGETS[module.split(".")[0]], "bfloat16", 64, 64, mask)
     choose = choose_backward if module.endswith("bwd") else choose_forward
     return build(folder, module, key, choose(key), fault)
 
@@ -240,3 +243,16 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, module, fault):
 @pytest.mark.parametrize("module", ["mma_sync.fwd", "mma_sync.bwd", "sm90.fwd", "sm90.bwd"])
 def test_kernels_without_a_fault_are_right(tmp_path, module):
     check(module, made(tmp_path, module, "none"))
+
+
+@needs_dsl
+@needs_compiler
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.parametrize("mask", ["full", "causal", "general"])
+@pytest.mark.parametrize("folder", TARGETS)
+def test_sums_of_dq_end_where_heads_do(tmp_path, folder, mask):
+    built = made(tmp_path, f"{folder}.bwd", "none", mask)
+    for head_dim in (8, 32, 40):
+        case = replace(NARROW, head_dim=head_dim, is_causal=mask == "causal", q_len=150)
+        got, expected, *_ = call(built, case, dq_dim=64)
+        assert_close(got, expected, "bfloat16")

@@ -647,6 +647,9 @@ def add_dq(variant: cutlass.Constexpr, x: BackwardContext, c: BackwardConsumer, 
     half, is_wide = fours // 2, cute.size(x.arrays.dk, mode=[1]) > variant.key.head_dim // 2
     if const_expr(variant.key.head_dim > 64):
         add_fours(part.values, first, own.step, range(fours))
+    elif const_expr(not variant.config.splits_dq_rows):
+        if (c.index == 0) | is_wide:
+            add_fours(part.values, first, own.step, range(fours))
     elif const_expr(variant.key.mask == "causal"):
         # H200, D = 64, 16 heads, 2 x 8192: 1143 us; as for full masks, 1158.
         if is_wide:
