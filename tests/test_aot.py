@@ -44,8 +44,8 @@ def test_names_are_unique_identifiers():
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_an_architecture_has_at_most_150_variants(arch):
-    assert 0 < len(variants.of_families([arch.name])) <= 150
+def test_an_architecture_has_at_most_152_variants(arch):
+    assert 0 < len(variants.of_families([arch.name])) <= 152
 
 
 def test_every_capability_belongs_to_one_architecture():

@@ -108,6 +108,7 @@ TOWERS = {
         Layer("kernels.sm90.bwd_dbias", "cutlass cuda"),
         Layer("kernels.sm90.bwd_powers", "cutlass cuda"),
         Layer("kernels.sm90.dbias_steps", "cutlass cuda"),
+        Layer("kernels.sm90.dbias_product", "cutlass cuda"),
         Layer("kernels.sm*.*_lists", "cutlass cuda"),
         Layer("kernels.sm*.*_roles", "cutlass cuda"),
         Layer("kernels.sm*.*", "cutlass cuda"),

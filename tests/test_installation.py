@@ -36,7 +36,7 @@ jax_fa 0.1.0 in /venv/lib/python3.12/site-packages/jax_fa
 Python 3.12.4, jax 0.11.2, jaxlib 0.11.2, Linux x86_64
 JAX computes on: gpu
 GPUs: 8 x NVIDIA H200, compute capability 9.0: family sm90
-GPU kernels installed: sm90, 150 variants: bfloat16 and float16, D or D/Dv of 64, 96, 128, \
+GPU kernels installed: sm90, 152 variants: bfloat16 and float16, D or D/Dv of 64, 96, 128, \
 192/128, 256
 Runs unfused on the CPU: traced `scale`, float64, `mask_mod` of packed sequences
 Runs unfused on NVIDIA H200: float32; D or Dv of more than 256; traced `scale`, float64, \

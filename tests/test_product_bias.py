@@ -38,7 +38,7 @@ def names(problem, operation="fwd"):
 def test_products_add_a_bias_that_tma_reads(fields, mask):
     problem = replace(PAIR, **fields)
     assert names(problem) == names(problem, "bwd") == [f"{mask}_product", "general"]
-    assert names(problem, "dbias") == ["general"]
+    assert names(problem, "dbias") == ["general_product", "general"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,13 @@ def test_products_add_a_bias_that_tma_reads(fields, mask):
 )
 def test_others_are_added_by_elements(fields):
     problem = replace(PAIR, **fields)
-    assert names(problem) == names(problem, "bwd") == ["general"]
+    assert names(problem) == names(problem, "bwd") == names(problem, "dbias") == ["general"]
+
+
+def test_a_gradient_that_many_pairs_share_is_that_of_elements():
+    shared = {"bias_batch": 1, "bias_heads": 1}
+    assert names(replace(PAIR, batch=4, **shared), "dbias") == ["general_product", "general"]
+    assert names(replace(PAIR, batch=5, **shared), "dbias") == ["general"]
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)

@@ -53,6 +53,13 @@ def probability(power: Float32) -> Float32:
     return cute.arch.fmin(power, Float32(1.0), nan=True)
 
 
+@cute.jit
+def limit(powers: cute.Tensor) -> None:
+    """Replaces powers by their ``probability``."""
+    for i in cutlass.range_constexpr(cute.size(powers)):
+        powers[i] = probability(powers[i])
+
+
 class Rows(NamedTuple):
     """Global arrays of query rows, and whatever else the passes over them need."""
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from jax_fa.kernels import bias as biases
 from jax_fa.kernels import dense_mask, softmax, tiles
@@ -116,7 +116,9 @@ def dbias_entry(variant: Variant, launch: Callable) -> Callable:
         added = biases.Bias(
             bias, bias_batch, bias_heads, bias_rows, bias_keys, bias_bytes, scale, soft_cap
         )
-        scale_log2 = biases.score_log2(added)
+        scale_log2 = scale * softmax.LOG2_E
+        if const_expr(not variant.key.multiplies_bias):
+            scale_log2 = biases.score_log2(added)
         scalars = Scalars(
             sequences=tiles.Sequences(
                 lengths=tiles.Sides(q_lengths, kv_lengths),

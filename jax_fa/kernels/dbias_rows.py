@@ -131,15 +131,21 @@ def to_slopes(x: Any, stats: RowStats, scores: cute.Tensor) -> None:
 
 @cute.jit
 def exponentiate(
-    x: Any, stats: RowStats, scores: cute.Tensor, has_cap: cutlass.Constexpr[bool]
+    x: Any,
+    stats: RowStats,
+    scores: cute.Tensor,
+    has_cap: cutlass.Constexpr[bool],
+    is_limited: cutlass.Constexpr[bool] = True,
 ) -> None:
-    """Does the work of ``to_slopes``, with or without a cap."""
+    """Does the work of ``to_slopes``, with or without a cap, and without a limit unless asked."""
     by_row = fragments.by_row(scores)
     for r in cutlass.range_constexpr(fragments.ROWS):
         for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
             score = by_row[r, i]
             exponent = score * x.scalars.scale_log2 - stats.lse2[r]
-            p = backward_rows.probability(cute.math.exp2(exponent, fastmath=True))
+            p = cute.math.exp2(exponent, fastmath=True)
+            if const_expr(is_limited):
+                p = backward_rows.probability(p)
             if const_expr(has_cap):
                 # Masked scores are -inf here. Their slope must become 0, since 0 * inf is not 0.
                 p = p * cute.arch.fmax(1.0 - score * score, 0.0)

@@ -63,6 +63,8 @@ def hopper_bias_gradient(key: KernelKey) -> HopperBiasGradient:
     the bias of the next tile is loaded while this one's is used: that pays where few batches and
     heads share a tile. D = 128 and 256 fill shared memory to the last KB.
     """
+    if key.multiplies_bias:  # What adds it by elements took registers that these keys need.
+        return HopperBiasGradient(128, stages=2, bias_stages=4, step_stages=4)
     if key.head_dim <= 64:
         return HopperBiasGradient(96, stages=2, bias_stages=6, step_stages=4)
     if key.head_dim == 96:

@@ -106,7 +106,11 @@ def _enumerate() -> Iterator[Variant]:
         {"mask": mask, "has_bias": True, "multiplies_bias": True} for mask in ("full", "causal")
     ]
     forwards = [*masks, *small, split, few, bias, *products]
-    of_operation = {"fwd": forwards, "bwd": [*masks, bias, *products], "dbias": [bias]}
+    of_operation = {
+        "fwd": forwards,
+        "bwd": [*masks, bias, *products],
+        "dbias": [bias, {**bias, "multiplies_bias": True}],
+    }
     for arch, operation, dtype, heads in product(ARCHS, OPERATIONS, SHORT_DTYPES, HEADS):
         for fields in of_operation[operation]:
             variant = Variant(operation, arch.name, KernelKey(arch.target, dtype, *heads, **fields))
@@ -330,6 +334,21 @@ def can_multiply(problem: Problem) -> bool:
     return by_tma and 2.0**-10 <= semantics.scale <= 4.0
 
 
+MULTIPLIED_PAIRS = 16
+"""The most pairs of a batch and a head that share a bias whose gradient's kernel multiplies it.
+
+Its tiles have 128 keys instead of 96, so there are fewer to begin and to write, but steps of them
+divide less evenly among multiprocessors. H200, us, in brackets by elements: 2 pairs, 4096 tokens,
+16 heads, 573 (627); 4, 1024 71 (127); 64, 768, 4 heads of 32, 187 (155); 384, 384 210 (213).
+"""
+
+
+def _few_share(problem: Problem) -> bool:
+    """Whether the gradient of a bias is the sum of few scores' gradients for each element."""
+    p = problem
+    return p.batch * p.num_q_heads <= MULTIPLIED_PAIRS * p.bias_batch * p.bias_heads
+
+
 def _is_empty(problem: Problem) -> bool:
     return 0 in (problem.batch, problem.num_sequences, problem.q_len, problem.kv_len)
 
@@ -374,8 +393,11 @@ def serving(problem: Problem, operation: Operation) -> list[KernelKey]:
                 keys.append(split)
             if heads in HEADS_OF_SMALL and not has_soft_cap and small_tiles_pay(problem, heads[0]):
                 keys.append(replace(key, is_small=True))
-        if operation != "dbias" and heads in HEADS_MULTIPLIED and can_multiply(problem):
-            keys.append(replace(key, mask=_class_of_mask(problem), multiplies_bias=True))
+        if heads in HEADS_MULTIPLIED and can_multiply(problem):
+            if operation != "dbias":
+                keys.append(replace(key, mask=_class_of_mask(problem), multiplies_bias=True))
+            elif _few_share(problem):
+                keys.append(replace(key, multiplies_bias=True))
         keys.append(key)
     return keys
 

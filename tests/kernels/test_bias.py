@@ -337,10 +337,11 @@ MULTIPLIED += [
 
 
 @pytest.mark.parametrize("biased", MULTIPLIED, ids=str)
-@pytest.mark.parametrize("operation", ["fwd", "bwd"])
+@pytest.mark.parametrize("operation", ["fwd", "bwd", "dbias"])
 def test_the_tensor_core_adds_a_bias(kernels, operation, biased):
     given = given_of(biased)
     mask = "causal" if biased.case.is_causal else "full"
+    mask = "general" if operation == "dbias" else mask
     key = dataclasses.replace(KEY, mask=mask, multiplies_bias=True)
     check(call(kernels(operation, key), operation, given), given)
 

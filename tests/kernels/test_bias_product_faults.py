@@ -13,8 +13,11 @@ from jax_fa.emulator import EmulationError, Options
 
 __all__ = ["kernels", "pytestmark"]
 
-MULTIPLIED = dataclasses.replace(KEY, mask="full", multiplies_bias=True)
-LOADS_BIAS = {"fwd": 3, "bwd": 2}
+MULTIPLIED = {
+    operation: dataclasses.replace(KEY, mask=mask, multiplies_bias=True)
+    for operation, mask in {"fwd": "full", "bwd": "full", "dbias": "general"}.items()
+}
+LOADS_BIAS = {"fwd": 3, "bwd": 2, "dbias": 1}
 """The warp that loads the bias."""
 
 
@@ -61,8 +64,8 @@ def nobody_waits_for_the_bias(kernels):
 def odd_blocks_are_multiplied(kernels):
     """Nobody says that a block is odd."""
     no = kernels.bias.cutlass.Boolean(False)
-    names = ("fwd_bias_product.any_of_consumer", "bwd_bias_product.any_of_consumer")
-    return dict.fromkeys(names, lambda *_: no)
+    names = ["fwd_bias_product.any_of_consumer", "bwd_bias_product.any_of_consumer"]
+    return dict.fromkeys([*names, "dbias_product.is_odd_tile"], lambda *_: no)
 
 
 def maxima_overlook_nan(kernels):
@@ -87,8 +90,8 @@ def odd_blocks_are_not_scored_again(kernels):
 
 def odd_blocks_lack_their_bias(kernels):
     """Scores of Q and K alone."""
-    names = ("fwd_bias_product.add_elements", "bwd_bias_product._add_elements")
-    return dict.fromkeys(names, lambda variant, x, c, scored: None)
+    names = ["fwd_bias_product.add_elements", "bwd_bias_product._add_elements"]
+    return dict.fromkeys([*names, "dbias_product.add_elements"], lambda *_: None)
 
 
 def oddness_is_told_too_late(kernels):
@@ -96,7 +99,7 @@ def oddness_is_told_too_late(kernels):
     right = kernels.primitives.meet
 
     def wrong(variant, name, further=0):
-        if name not in ("out0", "odd0") or not variant.key.multiplies_bias:
+        if name not in ("out0", "odd0", "tile0") or not variant.key.multiplies_bias:
             right(variant, name, further)
 
     return {"primitives.meet": wrong}
@@ -109,7 +112,22 @@ def powers_tell_nothing(kernels):
 
 def powers_have_no_limit(kernels):
     """2 to the power of what rounding leaves."""
-    return {"bwd_bias_product._limit": lambda c: None}
+    return {"backward_rows.limit": lambda powers: None}
+
+
+def only_nan_is_odd(kernels):
+    """Powers of large sums are what rounding leaves, without a limit."""
+    return {"dbias_product.softmax": SimpleNamespace(LOG2_E=2.0**-60)}
+
+
+def chunks_are_of_the_first_tile(kernels):
+    """The ring stands still."""
+    right = kernels.dbias_product.multiply_bias
+
+    def wrong(variant, x, c, scores, first):
+        right(variant, x, c, scores, first * 0)
+
+    return {"dbias_product.multiply_bias": wrong}
 
 
 def oddness_outlasts_no_step(kernels):
@@ -134,8 +152,10 @@ EXACT = Biased(Case("exact", batch=1, q_len=200, kv_len=272, heads=2))
 INEXACT = Biased(Case("inexact", scale=32**-0.5, q_len=70, kv_len=136))
 HIDDEN = Biased(Case("hidden", batch=1, q_len=200, kv_len=272, heads=2), hides=5)
 LOW = Biased(Case("low", q_len=70, kv_len=136), hides=5, least=-1e13)
+ONE_ROW = Biased(Case("one_row", batch=1, q_len=70, kv_len=136), hides=1e-9)
 HIGH = Biased(Case("high", scale=0.1763, q_len=70, kv_len=136), hides=5, least=20.0)
 LONG = Biased(Case("long", batch=1, q_len=500, kv_len=136, heads=1, kv_heads=1))
+SHARED = Biased(Case("shared", batch=3, q_len=300, kv_len=136, heads=2, kv_heads=1), "NTS")
 # In base 2 the LSE of row 3 is rounded by 39,424 downwards, its logits are not.
 LOWER = Biased(Case("lower", q_len=70, kv_len=136), hides=5, least=-1e12, silences=True)
 LATE = [Options("lazy", starved=3), Options("random", starved=0), Options("eager", starved=9)]
@@ -143,10 +163,10 @@ LATE = [Options("lazy", starved=3), Options("random", starved=0), Options("eager
 
 @pytest.mark.parametrize("options", LATE, ids=lambda x: f"{x.completion}-{x.starved}")
 @pytest.mark.parametrize("biased", [EXACT, HIDDEN], ids=str)
-@pytest.mark.parametrize("operation", ["fwd", "bwd"])
+@pytest.mark.parametrize("operation", ["fwd", "bwd", "dbias"])
 def test_products_need_no_warp_that_keeps_pace(kernels, operation, biased, options):
-    given = given_of(biased)
-    check(call(kernels(operation, MULTIPLIED), operation, given, options=options), given)
+    given, key = given_of(biased), MULTIPLIED[operation]
+    check(call(kernels(operation, key), operation, given, options=options), given)
 
 
 FAULTS = [
@@ -172,6 +192,15 @@ FAULTS = [
     ("bwd", HIDDEN, oddness_outlasts_no_step),
     ("bwd", HIDDEN, powers_tell_nothing),
     ("bwd", LOWER, powers_have_no_limit),
+    ("dbias", EXACT, factors_are_too_large),
+    ("dbias", HIGH, what_the_factor_loses_is_left_out),
+    ("dbias", EXACT, halves_of_a_block_change_places),
+    ("dbias", SHARED, chunks_are_of_the_first_tile),
+    ("dbias", HIDDEN, odd_blocks_are_multiplied),
+    ("dbias", HIDDEN, odd_blocks_lack_their_bias),
+    ("dbias", ONE_ROW, oddness_is_told_too_late),
+    ("dbias", LOWER, powers_have_no_limit),
+    ("dbias", LOWER, only_nan_is_odd),
 ]
 
 
@@ -183,11 +212,13 @@ def test_a_fault_of_a_product_is_noticed(tmp_path, monkeypatch, operation, biase
     for place, wrong in fault(modules).items():
         home, name = place.split(".")
         monkeypatch.setattr(getattr(modules, home), name, wrong)
-    chosen = CHOICES[operation](MULTIPLIED)
-    built = build(tmp_path, MODULES[operation], MULTIPLIED, chosen, fault.__name__)
+    key = MULTIPLIED[operation]
+    built = build(tmp_path, MODULES[operation], key, CHOICES[operation](key), fault.__name__)
     options = Options("lazy", starved=LOADS_BIAS[operation])
     if fault is stages_are_given_back_early:
         options = Options("eager", starved=9)
+    elif biased is ONE_ROW:
+        options = Options("lazy", starved=4)  # the warp that reads the row
     given = given_of(biased)
     with pytest.raises((AssertionError, EmulationError)):
         check(call(built, operation, given, options=options), given)

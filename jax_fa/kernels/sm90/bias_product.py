@@ -21,7 +21,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from jax_fa.kernels import edges, fragments, primitives
 from jax_fa.kernels.bias import Bias
-from jax_fa.kernels.sm90.bias_chunks import UNIT_BYTES, UNIT_WORDS
+from jax_fa.kernels.sm90.bias_chunks import HALVES, UNIT_BYTES, UNIT_WORDS, WORDS, ChunkOfThread
+from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES
 
 COLUMNS = 64
@@ -31,6 +32,8 @@ SLABS = COLUMNS // SLAB
 MOST = 2.0**13
 """The largest scaled maximum of a row that is not odd. It is rounded, all powers of the row by the
 same factor, which leaves probabilities of up to 1.0004."""
+TWO = 0x40000000
+"""A bit of float32 that is set in what is 2 or more, or NaN."""
 
 
 def factor_of(bias: Bias) -> Float32:
@@ -50,6 +53,20 @@ def factors_at(dtype: type, address: Int32) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(pointer, ordered.inner), ordered.outer)
 
 
+def _unit_at(address: Int32) -> cute.Tensor:
+    """Four words of shared memory."""
+    unit = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=UNIT_BYTES)
+    return cute.make_tensor(unit, cute.make_layout((UNIT_WORDS,)))
+
+
+@cute.jit
+def words_of_unit(address: Int32) -> cute.Tensor:
+    """Four words of shared memory, in registers."""
+    words = cute.make_rmem_tensor((UNIT_WORDS,), Int32)
+    cute.autovec_copy(_unit_at(address), words)
+    return words
+
+
 @cute.jit
 def write_factors(factors: cute.Tensor, words: cute.Tensor, bias: Bias) -> None:
     """Writes F, and to the first of ``words`` whether it is rounded, to others -1. One warp.
@@ -61,9 +78,7 @@ def write_factors(factors: cute.Tensor, words: cute.Tensor, bias: Bias) -> None:
     zeros = cute.make_rmem_tensor((UNIT_WORDS,), Int32)
     zeros.fill(0)
     for i in cutlass.range(lane, FACTORS_BYTES // UNIT_BYTES, edges.WARP, unroll=1):
-        address = start + i * UNIT_BYTES
-        unit = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=UNIT_BYTES)
-        cute.autovec_copy(zeros, cute.make_tensor(unit, zeros.layout))
+        cute.autovec_copy(zeros, _unit_at(start + i * UNIT_BYTES))
     cute.arch.sync_warp()
     factor = factor_of(bias)
     rounded = factor.to(dtype)
@@ -110,3 +125,51 @@ def issue(
         own = cute.make_tensor(columns, cute.make_layout(((2, 2, COLUMNS // 8), 1, 1)))
         for k in range(SLABS):
             cute.gemm(atom, own, a[None, None, k], b[None, None, 0, first + k], own)
+
+
+@cute.jit
+def multiply_halves(
+    dtype: cutlass.Constexpr, scores: cute.Tensor, a: cute.Tensor, b: cute.Tensor, index: Int32
+) -> None:
+    """Issues ``scores = A B^T``, by products of the shape of those of a bias.
+
+    Args:
+        dtype: the element type.
+        scores: accumulator of 64 rows.
+        a: A operand.
+        b: ring in shared memory, (columns of scores, K, stages).
+        index: its stage.
+    """
+    mma = make_mma(dtype, OperandMajorMode.K)
+    shape = mma.partition_shape_C((WGMMA_ROWS, cute.size(b, mode=[0])))
+    parts = cute.make_tensor(scores.iterator, mma.make_fragment_C(shape).layout)
+    operand = mma.make_fragment_B(mma.get_slice(0).partition_B(b))
+    fragments.multiply(mma, parts, a, operand[None, None, None, index], False)
+
+
+@cute.jit
+def add_chunk(
+    scores: cute.Tensor,
+    number: cutlass.Constexpr[int],
+    chunk: ChunkOfThread,
+    factor: Float32,
+    dtype: cutlass.Constexpr,
+) -> None:
+    """Adds each element of a chunk, times ``factor``, to the ``number``-th 64 columns."""
+    start = chunk.start + cute.arch.lane_idx() % 4
+    for g in cutlass.range_constexpr(HALVES // 8):
+        for r in cutlass.range_constexpr(fragments.ROWS):
+            word = chunk.words[(start ^ (g * UNIT_WORDS)) + r * 8 * WORDS]
+            pair, first = primitives.widen(word, dtype), number * HALVES // 2 + 4 * g + 2 * r
+            for e in cutlass.range_constexpr(2):
+                scores[first + e] = scores[first + e] + pair[e] * factor
+
+
+@cute.jit
+def reaches_two(powers: cute.Tensor) -> Boolean:
+    """Whether one of a thread's powers is 2 or more, or NaN."""
+    words = cute.recast_tensor(powers, Int32)
+    bits = words[0]
+    for i in cutlass.range_constexpr(1, cute.size(words)):
+        bits = bits | words[i]
+    return (bits & TWO) != 0

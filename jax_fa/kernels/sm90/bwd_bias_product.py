@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineConsumer
 
-from jax_fa.kernels import backward_rows, fragments, primitives
+from jax_fa.kernels import backward_rows, primitives
 from jax_fa.kernels.backward_work import Work
 from jax_fa.kernels.fragment_keys import exponentiate, mask_block, own_columns
 from jax_fa.kernels.sm90 import bias_product
@@ -21,9 +21,6 @@ from jax_fa.kernels.sm90.bias_product import COLUMNS
 from jax_fa.kernels.sm90.bwd_steps import Facts
 from jax_fa.kernels.sm90.bwd_work import thread_anew
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
-
-TWO = 0x40000000
-"""A bit of float32 that is set in what is 2 or more, or NaN."""
 
 
 class Ring(NamedTuple):
@@ -69,11 +66,7 @@ def score(variant: cutlass.Constexpr, x: Any, c: Any, q_full: Any, ring: Ring) -
 @cute.jit
 def multiply_keys(variant: cutlass.Constexpr, x: Any, c: Any, q_full: Any) -> None:
     """Issues ``K Q^T``."""
-    mma = bias_product.make_mma(variant.dtype, OperandMajorMode.K)
-    shape = mma.partition_shape_C((WGMMA_ROWS, variant.s_columns))
-    scores = cute.make_tensor(c.s.iterator, mma.make_fragment_C(shape).layout)
-    queries = mma.make_fragment_B(mma.get_slice(0).partition_B(x.smem.q))
-    fragments.multiply(mma, scores, c.k, queries[None, None, None, q_full.index], False)
+    bias_product.multiply_halves(variant.dtype, c.s, c.k, x.smem.q, q_full.index)
 
 
 @cute.jit
@@ -109,13 +102,7 @@ def _add_elements(variant: cutlass.Constexpr, x: Any, c: Any, scored: Scored) ->
 def limit(c: Any, scored: Scored) -> None:
     """Limits P, in the registers of S, to 1 if a step before has been odd."""
     if scored.ring.is_odd:
-        _limit(c)
-
-
-@cute.jit
-def _limit(c: Any) -> None:
-    for i in cutlass.range_constexpr(cute.size(c.s)):
-        c.s[i] = backward_rows.probability(c.s[i])
+        backward_rows.limit(c.s)
 
 
 @cute.jit
@@ -134,7 +121,7 @@ def mend(
     pipe, q_full = scored.ring.pipe, scored.q_full
     is_odd = scored.ring.is_odd
     if is_odd == Boolean(False):
-        is_odd = any_of_consumer(variant, x, c, q_full.count, reaches_two(c))
+        is_odd = any_of_consumer(variant, x, c, q_full.count, bias_product.reaches_two(c.s))
         if is_odd:
             multiply_keys(variant, x, c, q_full)
             warpgroup.wait_group(0)
@@ -144,18 +131,8 @@ def mend(
                 mask_block(variant, x, own, work, facts.step)
             lse2 = own_columns(own, x.smem.lse2[None, q_full.index])
             exponentiate(variant, c.s, lse2, x.scalars.score_log2, None, c.s)
-            _limit(c)
+            backward_rows.limit(c.s)
     return scored._replace(ring=Ring(pipe, is_odd))
-
-
-@cute.jit
-def reaches_two(c: Any) -> Boolean:
-    """Whether one of this thread's powers is 2 or more, or NaN."""
-    words = cute.recast_tensor(c.s, Int32)
-    bits = words[0]
-    for i in cutlass.range_constexpr(1, cute.size(words)):
-        bits = bits | words[i]
-    return (bits & TWO) != 0
 
 
 @cute.jit

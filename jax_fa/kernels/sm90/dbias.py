@@ -23,7 +23,7 @@ from jax_fa.kernels import edges, primitives
 from jax_fa.kernels.dbias_host import DbiasCall, dbias_entry
 from jax_fa.kernels.dbias_work import Arrays, Tiles
 from jax_fa.kernels.forward_work import Scalars, Variant
-from jax_fa.kernels.sm90 import bias_chunks
+from jax_fa.kernels.sm90 import bias_chunks, bias_product
 from jax_fa.kernels.sm90.dbias_roles import consume, load, load_bias
 from jax_fa.kernels.sm90.dbias_steps import STATS, WORDS, find
 from jax_fa.kernels.sm90.dbias_work import (
@@ -33,7 +33,9 @@ from jax_fa.kernels.sm90.dbias_work import (
     Tma,
     make_layouts,
 )
-from jax_fa.kernels.sm90.plan_dbias import STATISTICS, STEP_WORDS, dbias_plan
+from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
+from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES
+from jax_fa.kernels.sm90.plan_dbias import STATISTICS, STEP_WORDS, dbias_plan, num_words
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.key import KernelKey
 
@@ -49,11 +51,14 @@ def kernel(
 ) -> None:
     """Device entry: shared memory, pipelines, dispatch of roles."""
     plan, layouts, config = variant.plan, make_layouts(variant), variant.config
-    dtype = variant.dtype
+    dtype, multiplies = variant.dtype, variant.key.multiplies_bias
     threads = plan.role("consume").threads
     words_layout = cute.make_layout((4, threads, config.block_kv // 8))
     steps_layout = cute.make_layout((STEP_WORDS, config.step_stages))
     stats_layout = cute.make_layout((STATISTICS, config.block_q, config.step_stages))
+
+    factor_elements = FACTORS_BYTES // ELEMENT_BYTES if multiplies else 0
+    odd_words = num_words(config) if multiplies else 0
 
     @cute.struct
     class Storage:
@@ -68,9 +73,12 @@ def kernel(
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
         dout: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.dout)], 1024]
         bias: cute.struct.Align[cute.struct.MemRange[Int16, cute.cosize(layouts.bias)], 1024]
+        factors: cute.struct.Align[cute.struct.MemRange[dtype, factor_elements], 1024]
+        odd: cute.struct.MemRange[Int32, odd_words]
 
     storage = SmemAllocator().allocate(Storage)
     words = cute.recast_ptr(storage.bias.data_ptr(), dtype=Int32)
+    factors = storage.factors.data_ptr().toint() if multiplies else None
     smem = DbiasSmem(
         q=primitives.smem_tensor(storage.q, layouts.q),
         k=primitives.smem_tensor(storage.k, layouts.k),
@@ -79,6 +87,8 @@ def kernel(
         bias=primitives.smem_tensor(storage.bias, layouts.bias),
         words=cute.make_tensor(words, words_layout),
         columns=None,
+        factors=bias_product.factors_at(dtype, factors) if multiplies else None,
+        odd=storage.odd.get_tensor(cute.make_layout(odd_words)) if multiplies else None,
         steps=storage.steps.get_tensor(steps_layout),
         stats=storage.stats.get_tensor(stats_layout),
     )

@@ -26,7 +26,7 @@ from jax_fa.kernels.dbias_rows import (
 from jax_fa.kernels.dbias_work import Place, place_after
 from jax_fa.kernels.forward_work import Variant
 from jax_fa.kernels.fragment_rows import GROUP_ROWS
-from jax_fa.kernels.sm90 import bias_chunks
+from jax_fa.kernels.sm90 import bias_chunks, bias_product, dbias_product
 from jax_fa.kernels.sm90.dbias_steps import (
     BEGINS,
     ENDS,
@@ -87,6 +87,8 @@ def chunks_of(config: HopperBiasGradient, bias: Bias) -> Int32:
 @cute.jit
 def load_bias(variant: cutlass.Constexpr, x: DbiasContext, chunks: PipelineProducer) -> None:
     """Loads the bias of each tile, if TMA can read it. One warp."""
+    if const_expr(variant.key.multiplies_bias):
+        bias_product.write_factors(x.smem.factors, x.smem.odd, x.scalars.bias)
     number, place, pitch = first_tile(x)
     while number < x.grid.number:
         if bias_chunks.is_staged(x.scalars.bias):
@@ -118,6 +120,7 @@ def consume(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> N
     qk, dov, entry = pipes.qk, pipes.dov, Int32(0)
     form, first, parity = bias_chunks.form_of(bias), Int32(0), Int32(0)
     is_staged, stages = bias_chunks.is_staged(bias), config.bias_stages
+    multiplies = variant.key.multiplies_bias
     kind = await_entry(x, entry)
     while kind != STOPS:
         if is_staged:
@@ -130,8 +133,15 @@ def consume(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> N
             entry = entry + 1
             kind = await_entry(x, entry)
         c.sums.fill(0.0)
+        is_odd = Boolean(False)
+        if const_expr(multiplies):
+            is_odd = dbias_product.is_odd_tile(variant, x, c, first, entry)
         while kind != ENDS:
-            if (kind == HIDES) | (form == ANY):
+            if const_expr(multiplies):
+                qk, dov = dbias_product.take_step(
+                    variant, x, c, entry, first, DbiasPipes(qk, dov), is_odd
+                )
+            elif (kind == HIDES) | (form == ANY):
                 qk, dov = take_step(variant, ANY, x, c, entry, first, qk, dov)
             elif form == HALF:
                 qk, dov = take_step(variant, HALF, x, c, entry, first, qk, dov)
@@ -142,6 +152,9 @@ def consume(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> N
             kind = await_entry(x, entry)
         place = place_at(x, entry)
         give_back(x, entry)
+        if const_expr(multiplies):
+            # HAZARD: sums go where the bias is, which products of other warps may still read.
+            primitives.meet(variant, "tile0", c.index)
         if is_written_by_rows(x):
             store_staged(variant, x, thread_anew(c), place, first)
         else:

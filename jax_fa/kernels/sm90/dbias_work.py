@@ -1,6 +1,6 @@
 """Bundles and layouts that the roles of Hopper's gradient of a bias share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -43,6 +43,8 @@ class DbiasSmem(NamedTuple):
     bias: cute.Tensor  # (block_q, halves, bias_stages)
     words: cute.Tensor  # (4, threads, block_kv / 8): each thread keeps the bias of its own scores
     columns: cute.Tensor  # (block_kv, warps): sums over the rows of a warp
+    factors: Any  # F of ``bias_product.py``, or None
+    odd: Any  # (1 + consumers,) ``bias_product.write_factors``, or None likewise
     steps: cute.Tensor  # (STEP_WORDS, step_stages)
     stats: cute.Tensor  # (STATISTICS, block_q, step_stages)
 

@@ -14,7 +14,7 @@ from jax_fa.kernels import edges, fragment_softmax, fragments, primitives
 from jax_fa.kernels.forward_host import ForwardCall
 from jax_fa.kernels.forward_work import Variant, Work
 from jax_fa.kernels.sm90 import bias_chunks, bias_product, fwd_bias_roles
-from jax_fa.kernels.sm90.bias_chunks import HALVES, UNIT_WORDS, WORDS
+from jax_fa.kernels.sm90.bias_chunks import HALVES
 from jax_fa.kernels.sm90.fwd_lists import find, state_at
 from jax_fa.kernels.sm90.fwd_roles import Scored, mask_block
 from jax_fa.kernels.sm90.fwd_work import ForwardConsumer, ForwardContext, thread_anew
@@ -266,10 +266,4 @@ def add_elements(
     factor, scores = bias_product.factor_of(x.scalars.bias), scored.scores
     for i in cutlass.range_constexpr(chunks_of_stage(variant.key, variant.config)):
         chunk = bias_chunks.of_thread(x, c, chunk_of(variant, x, scored.k_full.count, i))
-        start = chunk.start + cute.arch.lane_idx() % 4
-        for g in cutlass.range_constexpr(HALVES // 8):
-            for r in cutlass.range_constexpr(fragments.ROWS):
-                word = chunk.words[(start ^ (g * UNIT_WORDS)) + r * 8 * WORDS]
-                pair, first = primitives.widen(word, variant.dtype), i * HALVES // 2 + 4 * g + 2 * r
-                for e in cutlass.range_constexpr(2):
-                    scores[first + e] = scores[first + e] + pair[e] * factor
+        bias_product.add_chunk(scores, i, chunk, factor, variant.dtype)

@@ -19,7 +19,7 @@ from jax_fa.kernels.edges import (
     check,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
-from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES
+from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES, FACTORS_BYTES
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.key import KernelKey
 
@@ -28,6 +28,11 @@ STEP_WORDS = 32
 """Of the description of a step: ``dbias_steps.py``."""
 STATISTICS = 2
 """Of a row: its log-sum-exp in base 2, and delta."""
+
+
+def num_words(config: HopperBiasGradient) -> int:
+    """Words beside the factors of a bias: whether they are rounded, and one of each consumer."""
+    return 1 + config.num_consumers
 
 
 def dbias_plan(key: KernelKey, config: HopperBiasGradient) -> Plan:
@@ -42,6 +47,13 @@ def dbias_plan(key: KernelKey, config: HopperBiasGradient) -> Plan:
         if config.bias_stages % chunks:
             raise PlanError(f"{config.bias_stages} chunks are no multiple of {chunks}")
     registers, steps = config.producer_registers, config.step_stages
+    products, odd = (), ()
+    if key.multiplies_bias:
+        products = (Buffer("factors", FACTORS_BYTES), Buffer("odd", 4 * num_words(config)))
+        odd = (
+            NamedBarrier(f"tile{i}", 4 + i, WARPGROUP, "what a tile is; all its steps done")
+            for i in range(consumers)
+        )
     plan = Plan(
         roles=(
             Role("load", range(0, 1), registers),
@@ -80,6 +92,7 @@ def dbias_plan(key: KernelKey, config: HopperBiasGradient) -> Plan:
             Buffer("dout", config.block_q * key.value_dim * ELEMENT_BYTES * stages),
             Buffer("v", config.block_kv * key.value_dim * ELEMENT_BYTES * stages),
             Buffer("bias", chunk_bytes * config.bias_stages),
+            *products,
             Buffer(
                 "words",
                 config.block_q * config.block_kv * FLOAT_BYTES,
@@ -97,6 +110,7 @@ def dbias_plan(key: KernelKey, config: HopperBiasGradient) -> Plan:
             NamedBarrier("read", 1, consumers * WARPGROUP, "nobody reads the tile's bias again"),
             NamedBarrier("columns", 2, consumers * WARPGROUP, "sums of all warps are in smem"),
             NamedBarrier("summed", 3, consumers * WARPGROUP, "they have been read"),
+            *odd,
         ),
     )
     check(plan)
