@@ -107,7 +107,7 @@ def oddness_is_told_too_late(kernels):
 
 def powers_tell_nothing(kernels):
     """Those of 2 and more, and NaN, are taken for right."""
-    return {"bwd_bias_product.TWO": 0}
+    return {"bias_product.TWO": 0}
 
 
 def powers_have_no_limit(kernels):

@@ -69,10 +69,11 @@ def case_for(variant):
             value_dim=key.value_dim,
             kv_lengths=(2 * least - 10,),
         )
+    mask = key.mask if key.mask == "causal" or not key.multiplies_bias else "full"
     is_pair = variant.operation == "bwd" and getattr(choose_backward(key), "ctas", 1) == 2
     q_len, kv_len = LENGTHS_OF_PAIR if is_pair else LENGTHS
     return Case(
-        f"schedules of {key.mask}",
+        f"schedules of {mask}",
         q_len=q_len,
         kv_len=kv_len,
         heads=1,
@@ -80,9 +81,9 @@ def case_for(variant):
         head_dim=key.head_dim,
         value_dim=key.value_dim,
         soft_cap=5.0 if key.has_soft_cap else None,
-        kv_lengths=(kv_len - 10,) if key.mask == "general" else None,
+        kv_lengths=(kv_len - 10,) if mask == "general" else None,
         bias=bias_for(key) if key.has_bias else None,
-        **MASKS[key.mask],
+        **MASKS[mask],
     )
 
 
