@@ -64,8 +64,7 @@ def nobody_waits_for_the_bias(kernels):
 def odd_blocks_are_multiplied(kernels):
     """Nobody says that a block is odd."""
     no = kernels.bias.cutlass.Boolean(False)
-    names = ["fwd_bias_product.any_of_consumer", "bwd_bias_product.any_of_consumer"]
-    return dict.fromkeys([*names, "dbias_product.is_odd_tile"], lambda *_: no)
+    return {"bias_product.any_of_consumer": lambda *_: no}
 
 
 def maxima_overlook_nan(kernels):

@@ -122,10 +122,11 @@ def add_halves(
     first_group: cutlass.Constexpr[int],
     groups: cutlass.Constexpr[int],
     chunk: ChunkOfThread,
-    bias: Bias,
+    scale: Float32 | float,
+    factor: Float32 | float,
     dtype: cutlass.Constexpr,
 ) -> None:
-    """Adds a chunk of 16-bit elements to ``scale`` times ``groups`` groups of 8 columns."""
+    """Adds ``factor`` times a chunk of 16 bits to ``scale`` times ``groups`` of 8 columns."""
     start = chunk.start + cute.arch.lane_idx() % 4
     for g in cutlass.range_constexpr(groups):
         for r in cutlass.range_constexpr(fragments.ROWS):
@@ -133,7 +134,7 @@ def add_halves(
             pair = primitives.widen(word, dtype)
             first = 4 * (first_group + g) + 2 * r
             for i in cutlass.range_constexpr(2):
-                scores[first + i] = scores[first + i] * bias.scale + pair[i]
+                scores[first + i] = scores[first + i] * scale + pair[i] * factor
 
 
 @cute.jit

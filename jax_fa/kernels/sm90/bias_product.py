@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from jax_fa.kernels import edges, fragments, primitives
 from jax_fa.kernels.bias import Bias
-from jax_fa.kernels.sm90.bias_chunks import HALVES, UNIT_BYTES, UNIT_WORDS, WORDS, ChunkOfThread
+from jax_fa.kernels.sm90.bias_chunks import HALVES, UNIT_BYTES, UNIT_WORDS
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES
 
@@ -99,6 +99,20 @@ def make_mma(dtype: type, major: OperandMajorMode) -> Any:
     return fragments.make_mma(dtype, COLUMNS, OperandMajorMode.K, False, major)
 
 
+def slabs_of_rows(
+    variant: Any, ring: cute.Tensor, chunks: list[Int32], consumer: Int32
+) -> list[cute.Tensor]:
+    """The slabs of a consumer's 64 rows of ``chunks`` of a ring, (block_q, 64, chunks)."""
+    consumers = variant.config.num_consumers
+    shape = (WGMMA_ROWS, HALVES, cute.size(ring, mode=[2]) * consumers)
+    ordered = primitives.smem_layout(variant.dtype, shape)
+    pointer = cute.recast_ptr(ring.iterator, ordered.inner, dtype=variant.dtype)
+    mma = make_mma(variant.dtype, OperandMajorMode.K)
+    blocks = cute.make_tensor(pointer, ordered.outer)
+    a = mma.make_fragment_A(mma.get_slice(0).partition_A(blocks))
+    return [a[None, None, None, chunk * consumers + consumer] for chunk in chunks]
+
+
 @cute.jit
 def multiply(
     mma: cutlass.Constexpr,
@@ -148,21 +162,35 @@ def multiply_halves(
 
 
 @cute.jit
-def add_chunk(
-    scores: cute.Tensor,
-    number: cutlass.Constexpr[int],
-    chunk: ChunkOfThread,
-    factor: Float32,
-    dtype: cutlass.Constexpr,
-) -> None:
-    """Adds each element of a chunk, times ``factor``, to the ``number``-th 64 columns."""
-    start = chunk.start + cute.arch.lane_idx() % 4
-    for g in cutlass.range_constexpr(HALVES // 8):
-        for r in cutlass.range_constexpr(fragments.ROWS):
-            word = chunk.words[(start ^ (g * UNIT_WORDS)) + r * 8 * WORDS]
-            pair, first = primitives.widen(word, dtype), number * HALVES // 2 + 4 * g + 2 * r
-            for e in cutlass.range_constexpr(2):
-                scores[first + e] = scores[first + e] + pair[e] * factor
+def any_of_consumer(
+    variant: cutlass.Constexpr,
+    barrier: cutlass.Constexpr[str],
+    consumer: Int32,
+    word: cute.Tensor,
+    number: Int32,
+    holds: Boolean,
+) -> Boolean:
+    """Whether something ``holds`` for any thread of a consumer, which meets at a ``barrier``.
+
+    Then its ``word`` is the ``number`` of what is asked about. HAZARD: it must not be written for
+    another number before all warps have read it.
+    """
+    if cute.arch.vote_any_sync(holds):
+        tell(word, number)
+    primitives.meet(variant, barrier, consumer)
+    return word[0] == number
+
+
+def word_of(words: cute.Tensor, consumer: Int32) -> cute.Tensor:
+    """The word of a consumer that has one of ``words``, behind the first."""
+    return cute.make_tensor(words.iterator + (1 + consumer), cute.make_layout(1))
+
+
+@cute.jit
+def tell(word: cute.Tensor, number: Int32) -> None:
+    """Writes a ``word``. Called by whole warps."""
+    with cute.arch.elect_one():
+        word[0] = number
 
 
 @cute.jit

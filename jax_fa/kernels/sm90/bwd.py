@@ -33,12 +33,7 @@ from jax_fa.kernels.backward_host import (
 )
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
-from jax_fa.kernels.sm90 import (
-    bias_chunks,
-    bias_product,
-    bwd_bias,
-    bwd_dbias,
-)
+from jax_fa.kernels.sm90 import bias_chunks, bias_product, bwd_bias, bwd_dbias
 from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore, load
 from jax_fa.kernels.sm90.bwd_steps import tell_work
 from jax_fa.kernels.sm90.bwd_work import (
@@ -49,11 +44,10 @@ from jax_fa.kernels.sm90.bwd_work import (
     make_layouts,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
-from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES
+from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES, num_words
 from jax_fa.kernels.sm90.plan_bwd import (
     STEP_WORDS,
     backward_plan,
-    num_words,
     step_slots,
     work_words,
 )

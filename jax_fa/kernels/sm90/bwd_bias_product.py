@@ -121,7 +121,9 @@ def mend(
     pipe, q_full = scored.ring.pipe, scored.q_full
     is_odd = scored.ring.is_odd
     if is_odd == Boolean(False):
-        is_odd = any_of_consumer(variant, x, c, q_full.count, bias_product.reaches_two(c.s))
+        # Consumers meet at "ds" before a word is written for another step.
+        word, holds = bias_product.word_of(x.smem.words, c.index), bias_product.reaches_two(c.s)
+        is_odd = bias_product.any_of_consumer(variant, "odd0", c.index, word, q_full.count, holds)
         if is_odd:
             multiply_keys(variant, x, c, q_full)
             warpgroup.wait_group(0)
@@ -133,18 +135,3 @@ def mend(
             exponentiate(variant, c.s, lse2, x.scalars.score_log2, None, c.s)
             backward_rows.limit(c.s)
     return scored._replace(ring=Ring(pipe, is_odd))
-
-
-@cute.jit
-def any_of_consumer(
-    variant: cutlass.Constexpr, x: Any, c: Any, number: Int32, holds: Boolean
-) -> Boolean:
-    """Whether something ``holds`` for any thread of a consumer, asked once in step ``number``.
-
-    Consumers meet at "ds" between two steps, so that nobody reads the word as another writes it.
-    """
-    if cute.arch.vote_any_sync(holds):
-        with cute.arch.elect_one():
-            x.smem.words[1 + c.index] = number
-    primitives.meet(variant, "odd0", c.index)
-    return x.smem.words[1 + c.index] == number

@@ -34,8 +34,8 @@ from jax_fa.kernels.sm90.dbias_work import (
     make_layouts,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
-from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES
-from jax_fa.kernels.sm90.plan_dbias import STATISTICS, STEP_WORDS, dbias_plan, num_words
+from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES, num_words
+from jax_fa.kernels.sm90.plan_dbias import STATISTICS, STEP_WORDS, dbias_plan
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.key import KernelKey
 

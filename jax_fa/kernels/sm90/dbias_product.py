@@ -64,15 +64,9 @@ def multiply_bias(
     variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, scores: cute.Tensor, first: Int32
 ) -> None:
     """Issues ``scores += B F``."""
-    config = variant.config
-    shape = (WGMMA_ROWS, HALVES, config.bias_stages * config.num_consumers)
-    ordered = primitives.smem_layout(variant.dtype, shape)
-    pointer = cute.recast_ptr(x.smem.bias.iterator, ordered.inner, dtype=variant.dtype)
-    blocks = cute.make_tensor(pointer, ordered.outer)
+    chunks = [first + i for i in range(variant.config.half_chunks)]
+    slabs = bias_product.slabs_of_rows(variant, x.smem.bias, chunks, c.index)
     mma = bias_product.make_mma(variant.dtype, OperandMajorMode.K)
-    a = mma.make_fragment_A(mma.get_slice(0).partition_A(blocks))
-    places = [(first + i) * config.num_consumers + c.index for i in range(config.half_chunks)]
-    slabs = [a[None, None, None, place] for place in places]
     bias_product.multiply(mma, scores, slabs, x.smem.factors, x.smem.odd)
 
 
@@ -84,7 +78,8 @@ def add_elements(
     factor = bias_product.factor_of(x.scalars.bias)
     for i in cutlass.range_constexpr(variant.config.half_chunks):
         chunk = bias_chunks.of_thread(x, c, first + i)
-        bias_product.add_chunk(scores, i, chunk, factor, variant.dtype)
+        groups = HALVES // 8
+        bias_chunks.add_halves(scores, i * groups, groups, chunk, 1.0, factor, variant.dtype)
 
 
 @cute.jit
@@ -106,12 +101,9 @@ def is_odd_tile(
                 for element in primitives.widen(unit[k], variant.dtype):
                     largest = cute.arch.fmax(largest, element, nan=True)
                     largest = cute.arch.fmax(largest, -element, nan=True)
-    fits = bias_product.fits(largest * softmax.LOG2_E)
-    if cute.arch.vote_any_sync(fits == Boolean(False)):
-        with cute.arch.elect_one():
-            x.smem.odd[1 + c.index] = number
-    primitives.meet(variant, "tile0", c.index)
-    is_odd = x.smem.odd[1 + c.index] == number
+    holds = bias_product.fits(largest * softmax.LOG2_E) == Boolean(False)
+    word = bias_product.word_of(x.smem.odd, c.index)
+    is_odd = bias_product.any_of_consumer(variant, "tile0", c.index, word, number, holds)
     # HAZARD: for the next tile the word is written again, but not before all have read it.
     primitives.meet(variant, "tile0", c.index)
     return is_odd

@@ -333,6 +333,6 @@ def add_staged(
         chunk = bias_chunks.of_thread(x, c, first + i // (8 if form == HALF else 4))
         if const_expr(form == HALF):
             own = min(groups - i, 8)
-            bias_chunks.add_halves(scores, i, own, chunk, bias, variant.dtype)
+            bias_chunks.add_halves(scores, i, own, chunk, bias.scale, 1.0, variant.dtype)
         else:
             bias_chunks.add_floats(scores, i, chunk, bias)

@@ -19,7 +19,7 @@ from jax_fa.kernels.sm90.fwd_lists import find, state_at
 from jax_fa.kernels.sm90.fwd_roles import Scored, mask_block
 from jax_fa.kernels.sm90.fwd_work import ForwardConsumer, ForwardContext, thread_anew
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
-from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES, chunks_of_stage, num_words
+from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES, WORDS_IN_TURN, chunks_of_stage, num_words
 from jax_fa.spec.config_sm90 import HopperForward
 
 
@@ -31,7 +31,11 @@ def layout(config: HopperForward) -> cute.ComposedLayout:
 
 def num_halves(variant: Variant) -> int:
     """The shared memory of the bias, in halves: the ring, factors, and words."""
-    return cute.cosize(layout(variant.config)) + FACTORS_BYTES // 2 + 2 * num_words(variant.config)
+    return (
+        cute.cosize(layout(variant.config))
+        + FACTORS_BYTES // 2
+        + 2 * num_words(variant.config, WORDS_IN_TURN)
+    )
 
 
 def describe(variant: Variant, call: ForwardCall) -> primitives.TmaArray:
@@ -51,28 +55,19 @@ def _factors(variant: Variant, x: ForwardContext) -> cute.Tensor:
 
 
 def _words(variant: Variant, x: ForwardContext) -> cute.Tensor:
-    """Words: whether F is rounded; two of each consumer: ``_place_of``."""
+    """Words: whether F is rounded; two of each consumer: ``_word``."""
     address = _behind_ring(variant, x) + FACTORS_BYTES
     words = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
-    return cute.make_tensor(words, cute.make_layout(num_words(variant.config)))
+    return cute.make_tensor(words, cute.make_layout(num_words(variant.config, WORDS_IN_TURN)))
 
 
-def _place_of(c: ForwardConsumer, number: Int32) -> Int32:
-    """The place of a consumer's word on block ``number``, which is that number if it is odd.
+def _word(variant: Variant, x: ForwardContext, c: ForwardConsumer, number: Int32) -> cute.Tensor:
+    """A consumer's word on block ``number``, which is that number if it is odd.
 
-    HAZARD: while a warp writes it, others may still read that of the block before.
+    Two take turns, since others may still read that of the block before.
     """
-    return 1 + 2 * c.index + (number & 1)
-
-
-def _blocks(variant: Variant, x: ForwardContext) -> cute.Tensor:
-    """What is multiplied, (64 rows, 64 columns, chunks * consumers)."""
-    config = variant.config
-    chunks = config.bias_stages * config.block_kv // HALVES
-    shape = (WGMMA_ROWS, HALVES, chunks * config.num_consumers)
-    ordered = primitives.smem_layout(variant.dtype, shape)
-    pointer = cute.recast_ptr(x.smem.bias.iterator, ordered.inner, dtype=variant.dtype)
-    return cute.make_tensor(pointer, ordered.outer)
+    place = 1 + WORDS_IN_TURN * c.index + (number & 1)
+    return cute.make_tensor(_words(variant, x).iterator + place, cute.make_layout(1))
 
 
 @cute.jit
@@ -109,14 +104,12 @@ def multiply(
     if const_expr(not follows):
         wait(variant, x, number)
     else:
-        is_odd = _words(variant, x)[_place_of(c, number - 1)] == number - 1
+        is_odd = _word(variant, x, c, number - 1)[0] == number - 1
     if is_odd == Boolean(False):
         mma = bias_product.make_mma(variant.dtype, OperandMajorMode.K)
-        a = mma.make_fragment_A(mma.get_slice(0).partition_A(_blocks(variant, x)))
         of_stage = chunks_of_stage(variant.key, variant.config)
-        places = [chunk_of(variant, x, number, i) for i in range(of_stage)]
-        consumers = variant.config.num_consumers
-        slabs = [a[None, None, None, place * consumers + c.index] for place in places]
+        chunks = [chunk_of(variant, x, number, i) for i in range(of_stage)]
+        slabs = bias_product.slabs_of_rows(variant, x.smem.bias, chunks, c.index)
         bias_product.multiply(mma, scores, slabs, _factors(variant, x), _words(variant, x))
     warpgroup.commit_group()
     return is_odd
@@ -149,9 +142,10 @@ def to_probabilities(
     before.store(state.maximum.load())
     is_odd = scored.is_odd
     if is_odd:
-        tell_odd(variant, x, c, number)
+        bias_product.tell(_word(variant, x, c, number), number)
     else:
-        is_odd = any_of_consumer(variant, x, c, number, raise_maximum(x, state, rows))
+        holds, word = raise_maximum(x, state, rows), _word(variant, x, c, number)
+        is_odd = bias_product.any_of_consumer(variant, "out0", c.index, word, number, holds)
         if is_odd:
             multiply_anew(variant, c, scored)
     if is_odd:
@@ -228,27 +222,6 @@ def _raise_anew(
 
 
 @cute.jit
-def any_of_consumer(
-    variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, number: Int32, holds: Boolean
-) -> Boolean:
-    """Whether something ``holds`` for any thread of a consumer, asked once for block ``number``."""
-    if cute.arch.vote_any_sync(holds):
-        tell_odd(variant, x, c, number)
-    primitives.meet(variant, "out0", c.index)
-    return _words(variant, x)[_place_of(c, number)] == number
-
-
-@cute.jit
-def tell_odd(
-    variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, number: Int32
-) -> None:
-    """Tells the warps of a consumer that block ``number`` is odd."""
-    words = _words(variant, x)
-    with cute.arch.elect_one():
-        words[_place_of(c, number)] = number
-
-
-@cute.jit
 def multiply_anew(variant: cutlass.Constexpr, c: ForwardConsumer, scored: Scored) -> None:
     """Replaces scores by ``Q K^T``."""
     shape = c.qk.partition_shape_C((WGMMA_ROWS, variant.config.block_kv))
@@ -266,4 +239,5 @@ def add_elements(
     factor, scores = bias_product.factor_of(x.scalars.bias), scored.scores
     for i in cutlass.range_constexpr(chunks_of_stage(variant.key, variant.config)):
         chunk = bias_chunks.of_thread(x, c, chunk_of(variant, x, scored.k_full.count, i))
-        bias_product.add_chunk(scores, i, chunk, factor, variant.dtype)
+        groups = HALVES // 8
+        bias_chunks.add_halves(scores, i * groups, groups, chunk, 1.0, factor, variant.dtype)

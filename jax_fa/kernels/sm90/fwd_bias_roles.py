@@ -189,7 +189,7 @@ def _add_staged(
         ring.consumer_wait(chunk)
         if const_expr(form == HALF):
             groups, own = HALVES // 8, bias_chunks.of_thread(x, c, chunk.index)
-            bias_chunks.add_halves(scores, groups * i, groups, own, bias, variant.dtype)
+            bias_chunks.add_halves(scores, groups * i, groups, own, bias.scale, 1.0, variant.dtype)
         else:
             own = bias_chunks.of_thread(x, c, chunk.index)
             bias_chunks.add_floats(scores, WORDS // 8 * i, own, bias)

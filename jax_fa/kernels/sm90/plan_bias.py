@@ -7,6 +7,8 @@ from dataclasses import replace
 from jax_fa.kernels.edges import WARP, Buffer, Edge, Plan, Role, check
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS, forward_plan
 from jax_fa.spec.config_sm90 import HopperForward
+from jax_fa.spec.config_sm90_bwd import HopperBackward
+from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.key import KernelKey
 
 CHUNK_BYTES = 128
@@ -14,7 +16,9 @@ CHUNK_BYTES = 128
 ANY, HALF, FLOAT = range(3)
 """What a step is compiled for: any bias; one without cap that TMA reads, of 16 bits or float32."""
 FACTORS_BYTES = 2 * WGMMA_ROWS * CHUNK_BYTES
-"""The matrices that a bias is multiplied by: ``fwd_bias_product.py``."""
+"""The matrices that a bias is multiplied by: ``bias_product.py``."""
+WORDS_IN_TURN = 2
+"""Words of a consumer of the forward: ``fwd_bias_product.py``."""
 
 
 def chunks_of_stage(key: KernelKey, config: HopperForward) -> int:
@@ -22,9 +26,9 @@ def chunks_of_stage(key: KernelKey, config: HopperForward) -> int:
     return config.block_kv * 2 // CHUNK_BYTES if key.multiplies_bias else 1
 
 
-def num_words(config: HopperForward) -> int:
-    """Words beside the factors: whether they are rounded, and two of each consumer."""
-    return 1 + 2 * config.num_consumers
+def num_words(config: HopperForward | HopperBackward | HopperBiasGradient, of_each: int = 1) -> int:
+    """Words beside the factors: whether they are rounded, and some ``of_each`` consumer."""
+    return 1 + of_each * config.num_consumers
 
 
 def biased_plan(key: KernelKey, config: HopperForward) -> Plan:
@@ -39,7 +43,10 @@ def biased_plan(key: KernelKey, config: HopperForward) -> Plan:
     )
     buffers = [Buffer("bias", stage_bytes * config.bias_stages)]
     if key.multiplies_bias:
-        buffers += [Buffer("factors", FACTORS_BYTES), Buffer("words", 4 * num_words(config))]
+        buffers += [
+            Buffer("factors", FACTORS_BYTES),
+            Buffer("words", 4 * num_words(config, WORDS_IN_TURN)),
+        ]
     readers = ("load", "load_bias", "consume")
     plan = replace(
         plan,

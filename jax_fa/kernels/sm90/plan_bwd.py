@@ -28,7 +28,7 @@ from jax_fa.kernels.edges import (
     check,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
-from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES, FACTORS_BYTES
+from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES, FACTORS_BYTES, num_words
 from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.division import FOUND_WORDS
 from jax_fa.spec.key import KernelKey
@@ -44,11 +44,6 @@ WORK_WORDS = 28
 def work_words(config: HopperBackward) -> int:
     """The number of words that the work of the CTA's tile takes."""
     return WORK_WORDS if config.tells_steps else 0
-
-
-def num_words(config: HopperBackward) -> int:
-    """Words beside the factors of a bias: whether they are rounded, and one of each consumer."""
-    return 1 + config.num_consumers
 
 
 def step_slots(config: HopperBackward) -> int:

@@ -19,7 +19,7 @@ from jax_fa.kernels.edges import (
     check,
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
-from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES, FACTORS_BYTES
+from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES, FACTORS_BYTES, num_words
 from jax_fa.spec.config_sm90_dbias import HopperBiasGradient
 from jax_fa.spec.key import KernelKey
 
@@ -28,11 +28,6 @@ STEP_WORDS = 32
 """Of the description of a step: ``dbias_steps.py``."""
 STATISTICS = 2
 """Of a row: its log-sum-exp in base 2, and delta."""
-
-
-def num_words(config: HopperBiasGradient) -> int:
-    """Words beside the factors of a bias: whether they are rounded, and one of each consumer."""
-    return 1 + config.num_consumers
 
 
 def dbias_plan(key: KernelKey, config: HopperBiasGradient) -> Plan:
