@@ -492,6 +492,7 @@ for _name, _function in (
     ("mul", np.multiply),
     ("min", np.fmin),
     ("max", np.fmax),
+    ("max.NaN", np.maximum),
 ):
     for _type, _load, _store in (
         ("f16", NARROW["f16"].load, NARROW["f16"].store),

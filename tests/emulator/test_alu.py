@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from helpers.ptx_kernels import apply
 
+from jax_fa.emulator.numerics import bf16_bits
+
 EDGES = np.array(
     [
         0,
@@ -219,6 +221,28 @@ def test_float_arithmetic(name, function):
 
 def test_three_input_maximum():
     same(apply("max.f32 %y, %x0, %x1, %x2;", F, G, H, out=np.float32), np.fmax(np.fmax(F, G), H))
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_maximum_of_pairs_keeps_nan(kind):
+    # Of a pair, in one half alone; numbers that both types hold exactly.
+    a, b = np.full(64, -3, np.float32), np.full(64, 2, np.float32)
+    a[::3], b[::5] = np.nan, np.nan
+    words = [_pairs(x, kind) for x in (a, b)]
+    plain, kept = (
+        apply(f"{name}.{kind}x2 %y, %x0, %x1;", *words, out=np.uint32)
+        for name in ("max", "max.NaN")
+    )
+    same(plain, _pairs(np.fmax(a, b), kind))
+    same(kept, _pairs(np.maximum(a, b), kind))
+
+
+def _pairs(values, kind):
+    return (
+        bf16_bits(values).view(np.uint32)
+        if kind == "bf16"
+        else values.astype(np.float16).view(np.uint32)
+    )
 
 
 def test_fma_rounds_once():

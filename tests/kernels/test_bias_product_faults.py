@@ -119,6 +119,32 @@ def only_nan_is_odd(kernels):
     return {"dbias_product.softmax": SimpleNamespace(LOG2_E=2.0**-60)}
 
 
+def only_last_rows_are_looked_at(kernels):
+    """A thread's last pair of elements stands for all."""
+    right = kernels.dbias_product.largest_of
+    return {"dbias_product.largest_of": lambda words, dtype: right(words[-1:], dtype)}
+
+
+def low_biases_are_not_odd(kernels):
+    """The largest element counts, not the largest magnitude."""
+    primitives, cute = kernels.primitives, kernels.bias.cute
+
+    def wrong(words, dtype):
+        largest = kernels.bias.cutlass.Float32(0.0)
+        for word in words:
+            for element in primitives.widen(word, dtype):
+                largest = cute.arch.fmax(largest, element, nan=True)
+        return largest
+
+    return {"dbias_product.largest_of": wrong}
+
+
+def half_of_the_columns_are_left_out(kernels):
+    """As if heads were narrow."""
+    right, none = kernels.depth.multiply, kernels.bias.cutlass.Int32(0)
+    return {"depth.multiply": lambda mma, acc, a, b, columns: right(mma, acc, a, b, none)}
+
+
 def chunks_are_of_the_first_tile(kernels):
     """The ring stands still."""
     right = kernels.dbias_product.multiply_bias
@@ -181,6 +207,7 @@ FAULTS = [
     ("fwd", HIDDEN, odd_blocks_are_not_scored_again),
     ("fwd", HIDDEN, odd_blocks_lack_their_bias),
     ("fwd", HIDDEN, oddness_is_told_too_late),
+    ("fwd", EXACT, half_of_the_columns_are_left_out),
     ("bwd", EXACT, factors_are_too_large),
     ("bwd", HIGH, what_the_factor_loses_is_left_out),
     ("bwd", EXACT, halves_of_a_block_change_places),
@@ -191,6 +218,7 @@ FAULTS = [
     ("bwd", HIDDEN, oddness_outlasts_no_step),
     ("bwd", HIDDEN, powers_tell_nothing),
     ("bwd", LOWER, powers_have_no_limit),
+    ("bwd", EXACT, half_of_the_columns_are_left_out),
     ("dbias", EXACT, factors_are_too_large),
     ("dbias", HIGH, what_the_factor_loses_is_left_out),
     ("dbias", EXACT, halves_of_a_block_change_places),
@@ -200,6 +228,9 @@ FAULTS = [
     ("dbias", ONE_ROW, oddness_is_told_too_late),
     ("dbias", LOWER, powers_have_no_limit),
     ("dbias", LOWER, only_nan_is_odd),
+    ("dbias", ONE_ROW, only_last_rows_are_looked_at),
+    ("dbias", HIDDEN, low_biases_are_not_odd),
+    ("dbias", EXACT, half_of_the_columns_are_left_out),
 ]
 
 

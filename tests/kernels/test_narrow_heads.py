@@ -193,6 +193,14 @@ def rows_of_lse_end_where_tiles_do(monkeypatch):
     with_more_rows(monkeypatch, "finish_rows")
 
 
+def half_of_the_columns_suffice(monkeypatch):
+    """Heads of 40 columns are taken for heads of 32."""
+    from jax_fa.kernels.sm90 import depth
+
+    right = depth.multiply
+    monkeypatch.setattr(depth, "multiply", lambda *x: right(*x[:-1], x[-1] - 8))
+
+
 def check(module, built):
     """Asserts that a kernel is right with narrow heads."""
     if module.endswith("bwd"):
@@ -227,6 +235,7 @@ def made(folder, module, fault, mask="full"):
         ("mma_sync.bwd", heads_end_where_tiles_do),
         ("mma_sync.bwd", all_columns_are_stored),
         ("sm90.bwd", all_columns_are_stored),
+        ("sm90.fwd", half_of_the_columns_suffice),
     ],
 )
 def test_a_fault_is_noticed(tmp_path, monkeypatch, module, fault):
@@ -243,6 +252,19 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, module, fault):
 @pytest.mark.parametrize("module", ["mma_sync.fwd", "mma_sync.bwd", "sm90.fwd", "sm90.bwd"])
 def test_kernels_without_a_fault_are_right(tmp_path, module):
     check(module, made(tmp_path, module, "none"))
+
+
+@needs_dsl
+@needs_compiler
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.parametrize("mask", ["full", "causal", "general"])
+def test_hoppers_products_end_where_heads_do(tmp_path, mask):
+    built = made(tmp_path, "sm90.fwd", "none", mask)
+    for head_dim in (8, 32, 40, 64):
+        case = replace(NARROW, head_dim=head_dim, is_causal=mask == "causal")
+        operands = make(case, "bfloat16").operands
+        got = run_built(built, operands, case.semantics, num_splits=1, seed=1)
+        assert_close(got, tolerance(operands, case.semantics), "bfloat16")
 
 
 @needs_dsl

@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from jax_fa.kernels import edges, fragments, primitives
 from jax_fa.kernels.bias import Bias
+from jax_fa.kernels.sm90 import depth
 from jax_fa.kernels.sm90.bias_chunks import HALVES, UNIT_BYTES, UNIT_WORDS
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES
@@ -143,7 +144,12 @@ def issue(
 
 @cute.jit
 def multiply_halves(
-    dtype: cutlass.Constexpr, scores: cute.Tensor, a: cute.Tensor, b: cute.Tensor, index: Int32
+    dtype: cutlass.Constexpr,
+    scores: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    index: Int32,
+    columns: Int32,
 ) -> None:
     """Issues ``scores = A B^T``, by products of the shape of those of a bias.
 
@@ -153,12 +159,13 @@ def multiply_halves(
         a: A operand.
         b: ring in shared memory, (columns of scores, K, stages).
         index: its stage.
+        columns: of K, that heads have.
     """
     mma = make_mma(dtype, OperandMajorMode.K)
     shape = mma.partition_shape_C((WGMMA_ROWS, cute.size(b, mode=[0])))
     parts = cute.make_tensor(scores.iterator, mma.make_fragment_C(shape).layout)
     operand = mma.make_fragment_B(mma.get_slice(0).partition_B(b))
-    fragments.multiply(mma, parts, a, operand[None, None, None, index], False)
+    depth.multiply(mma, parts, a, operand[None, None, None, index], columns)
 
 
 @cute.jit

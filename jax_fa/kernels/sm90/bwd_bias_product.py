@@ -66,7 +66,8 @@ def score(variant: cutlass.Constexpr, x: Any, c: Any, q_full: Any, ring: Ring) -
 @cute.jit
 def multiply_keys(variant: cutlass.Constexpr, x: Any, c: Any, q_full: Any) -> None:
     """Issues ``K Q^T``."""
-    bias_product.multiply_halves(variant.dtype, c.s, c.k, x.smem.q, q_full.index)
+    columns = cute.size(x.arrays.dk, mode=[1])
+    bias_product.multiply_halves(variant.dtype, c.s, c.k, x.smem.q, q_full.index, columns)
 
 
 @cute.jit

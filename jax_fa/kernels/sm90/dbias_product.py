@@ -6,12 +6,12 @@ then all its steps add the bias by elements.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from jax_fa.kernels import backward_rows, edges, fragments, primitives, softmax
+from jax_fa.kernels import backward_rows, edges, primitives, softmax
 from jax_fa.kernels.dbias_rows import add_products, exponentiate, hide
-from jax_fa.kernels.sm90 import bias_chunks, bias_product
+from jax_fa.kernels.sm90 import bias_chunks, bias_product, depth
 from jax_fa.kernels.sm90.bias_chunks import HALVES, UNIT_BYTES, UNIT_WORDS
 from jax_fa.kernels.sm90.dbias_steps import HIDES, block_at, kind_at, stats_at, work_at
 from jax_fa.kernels.sm90.dbias_work import DbiasConsumer, DbiasContext, DbiasPipes
@@ -33,13 +33,14 @@ def take_step(
     scores, dp = (c.s_mma.make_fragment_C(c.sums.shape) for _ in range(2))
     qk_full = qk.wait_and_advance()
     queries, index = c.q[None, None, None, qk_full.index], qk_full.index
-    bias_product.multiply_halves(variant.dtype, scores, queries, x.smem.k, index)
+    widths = primitives.Widths(*(cute.size(array, mode=[1]) for array in (x.arrays.k, x.arrays.v)))
+    bias_product.multiply_halves(variant.dtype, scores, queries, x.smem.k, index, widths.qk)
     if is_odd == Boolean(False):
         multiply_bias(variant, x, c, scores, first)
     warpgroup.commit_group()
     dov_full = dov.wait_and_advance()
     place = (None, None, None, dov_full.index)
-    fragments.multiply(c.s_mma, dp, c.dout[place], c.v[place], False)
+    depth.multiply(c.s_mma, dp, c.dout[place], c.v[place], widths.v)
     stats, hides = stats_at(x, c, entry), kind_at(x, entry) == HIDES
     warpgroup.wait_group(1)
     qk_full.release()
@@ -82,6 +83,19 @@ def add_elements(
         bias_chunks.add_halves(scores, i * groups, groups, chunk, 1.0, factor, variant.dtype)
 
 
+def largest_of(words: list[Int32], dtype: type) -> Float32:
+    """The largest magnitude among pairs of 16-bit elements; NaN if one of them is."""
+    kind = "bf16x2" if dtype is BFloat16 else "f16x2"
+    code = f"{{ .reg .b32 own; abs.{kind} own, {{$r1}}; max.NaN.{kind} {{$w0}}, {{$r0}}, own; }}"
+    largest = words[0]  # With its sign, which its magnitude overrules.
+    for word in words:
+        largest = cute.arch.inline_ptx(
+            code, write_only_types=[Int32], read_only_args=[largest, word]
+        )
+    low, high = primitives.widen(largest, dtype)
+    return cute.arch.fmax(low, high, nan=True)
+
+
 @cute.jit
 def is_odd_tile(
     variant: cutlass.Constexpr, x: DbiasContext, c: DbiasConsumer, first: Int32, number: Int32
@@ -90,18 +104,16 @@ def is_odd_tile(
 
     ``number`` is that of an entry, and differs from one tile to the next.
     """
-    largest, units = Float32(0.0), WGMMA_ROWS * HALVES * 2 // UNIT_BYTES
+    units = WGMMA_ROWS * HALVES * 2 // UNIT_BYTES
+    words: list[Int32] = []
     for i in cutlass.range_constexpr(variant.config.half_chunks):
         address = x.smem.bias[None, None, first + i].iterator.toint()
         address = address + (c.index * units + c.thread) * UNIT_BYTES
         # Each thread reads some of the consumer's units, whatever their swizzle.
         for j in cutlass.range_constexpr(units // edges.WARPGROUP):
             unit = bias_product.words_of_unit(address + j * edges.WARPGROUP * UNIT_BYTES)
-            for k in cutlass.range_constexpr(UNIT_WORDS):
-                for element in primitives.widen(unit[k], variant.dtype):
-                    largest = cute.arch.fmax(largest, element, nan=True)
-                    largest = cute.arch.fmax(largest, -element, nan=True)
-    holds = bias_product.fits(largest * softmax.LOG2_E) == Boolean(False)
+            words.extend(unit[k] for k in range(UNIT_WORDS))
+    holds = bias_product.fits(largest_of(words, variant.dtype) * softmax.LOG2_E) == Boolean(False)
     word = bias_product.word_of(x.smem.odd, c.index)
     is_odd = bias_product.any_of_consumer(variant, "tile0", c.index, word, number, holds)
     # HAZARD: for the next tile the word is written again, but not before all have read it.

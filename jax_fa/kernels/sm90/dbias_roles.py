@@ -26,7 +26,7 @@ from jax_fa.kernels.dbias_rows import (
 from jax_fa.kernels.dbias_work import Place, place_after
 from jax_fa.kernels.forward_work import Variant
 from jax_fa.kernels.fragment_rows import GROUP_ROWS
-from jax_fa.kernels.sm90 import bias_chunks, bias_product, dbias_product
+from jax_fa.kernels.sm90 import bias_chunks, bias_product, dbias_product, depth
 from jax_fa.kernels.sm90.dbias_steps import (
     BEGINS,
     ENDS,
@@ -115,7 +115,7 @@ def _load_tile(
 
 @cute.jit
 def consume(variant: cutlass.Constexpr, x: DbiasContext, pipes: DbiasPipes) -> None:
-    """Sums dS of 64 rows of each tile of the bias. One warpgroup of two."""
+    """Sums dS of 64 rows of each tile of the bias. One warpgroup of several."""
     c, bias, config = make_consumer(variant, x), x.scalars.bias, variant.config
     qk, dov, entry = pipes.qk, pipes.dov, Int32(0)
     form, first, parity = bias_chunks.form_of(bias), Int32(0), Int32(0)
@@ -261,6 +261,21 @@ def with_words(c: DbiasConsumer, pieces: int = 1) -> DbiasConsumer:
     return c._replace(bias=words)
 
 
+def multiply(
+    variant: Variant,
+    c: DbiasConsumer,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    columns: Int32,
+) -> None:
+    """Issues ``acc = A B^T`` for heads of so many columns."""
+    if variant.key.head_dim == 64:
+        depth.multiply(c.s_mma, acc, a, b, columns)
+    else:
+        fragments.multiply(c.s_mma, acc, a, b, False)
+
+
 @cute.jit
 def take_step(
     variant: cutlass.Constexpr,
@@ -280,10 +295,10 @@ def take_step(
     scores, dp = (c.s_mma.make_fragment_C(c.sums.shape) for _ in range(2))
     qk_full = qk.wait_and_advance()
     place = (None, None, None, qk_full.index)
-    fragments.multiply(c.s_mma, scores, c.q[place], c.k[place], False)
+    multiply(variant, c, scores, c.q[place], c.k[place], cute.size(x.arrays.k, mode=[1]))
     dov_full = dov.wait_and_advance()
     place = (None, None, None, dov_full.index)
-    fragments.multiply(c.s_mma, dp, c.dout[place], c.v[place], False)
+    multiply(variant, c, dp, c.dout[place], c.v[place], cute.size(x.arrays.v, mode=[1]))
     stats = stats_at(x, c, entry)
     warpgroup.wait_group(1)
     qk_full.release()

@@ -1,7 +1,4 @@
-"""Steps of the Hopper forward: which block of keys comes next, and whether it hides pairs.
-
-Where the mask is general, load tells consumers in shared memory: they walk no list of blocks.
-"""
+"""Steps of the Hopper forward: which block of keys comes next, and whether it hides pairs."""
 
 from typing import NamedTuple
 

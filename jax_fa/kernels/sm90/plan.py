@@ -49,9 +49,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
     out_bytes = config.block_q * key.value_dim * ELEMENT_BYTES
     lists = num_lists(key, config)
-    work = Edge(
-        "work", "find", ("load", "consume"), lists, 0, "list and work in smem", "read", "threads"
-    )
+    work = Edge("work", "find", ("load", "consume"), lists, 0, "in smem", "read", "threads")
     plan = Plan(
         roles=(
             Role("load", range(0, 1), config.producer_registers),
@@ -59,9 +57,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
             Role("consume", range(4, 4 + 4 * consumers), config.consumer_registers),
         ),
         edges=(
-            Edge(
-                "q", "load", "consume", config.q_stages, q_bytes, "query tile in smem", "out stored"
-            ),
+            Edge("q", "load", "consume", config.q_stages, q_bytes, "queries in smem", "out stored"),
             Edge("k", "load", "consume", config.stages, k_bytes, "keys in smem", "S retired"),
             Edge("v", "load", "consume", config.stages, v_bytes, "values in smem", "PV retired"),
             *((work,) if finds_ahead(key, config) else ()),
@@ -77,9 +73,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
         ),
         barriers=(
             *(
-                NamedBarrier(
-                    f"pingpong{i}", 1 + i, 2 * WARPGROUP, f"consumer {i} may issue products"
-                )
+                NamedBarrier(f"pingpong{i}", 1 + i, 2 * WARPGROUP, f"consumer {i} may multiply")
                 for i in range(consumers)
             ),
             *(

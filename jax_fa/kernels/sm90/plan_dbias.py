@@ -1,9 +1,9 @@
 """Hopper's gradient of a bias: roles, edges, shared memory and barriers. Read this first.
 
 Two warps describe each step: which blocks it multiplies, and the statistics of their rows. One
-loads these blocks, one the bias of tiles to come. Two warpgroups each own 64 query rows of a tile
-of the bias, and keep their gradient in registers over all batches and heads (and tiles of rows and
-keys) that share it.
+loads these blocks, one the bias of tiles to come. Two or three warpgroups each own 64 query
+rows of a tile of the bias, and keep their gradient in registers over all batches and heads (and
+tiles of rows and keys) that share it.
 """
 
 from __future__ import annotations
