@@ -2,14 +2,13 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
 
 from jax_fa.kernels import fragments
 
 
 @cute.jit
 def multiply(
-    mma: cutlass.Constexpr, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, columns: Int32
+    mma: cutlass.Constexpr, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, columns: cutlass.Int32
 ) -> None:
     """Issues ``acc = A B`` over the first half of the columns, if no more are used, or all."""
     half = cute.size(a, mode=[2]) // 2  # in instructions of 16 columns

@@ -89,13 +89,23 @@ def state_at(ring: PipelineAsync, number: Int32) -> PipelineState:
     return PipelineState(stages, number, number & (stages - 1), phase)
 
 
+def _wait(ring: PipelineAsync, number: Int32) -> None:
+    """Waits until list ``number`` is made."""
+    ring.consumer_wait(state_at(ring, number))
+
+
+def _give_back(ring: PipelineAsync, number: Int32) -> None:
+    """Tells find that the calling warp has read list ``number``."""
+    ring.consumer_release(state_at(ring, number))
+
+
 def next_tile(variant: Variant, x: ForwardContext, slot: Int32) -> tiles.Tile:
     """The tile at position ``slot``; if it is in a list, ``begin`` reads all but its validity."""
     if variant.key.mask == "full":  # D = 256, 2 x 8192 tokens: 1543 us; in bands of heads 1604
         return tiles.row_order(x.order, slot)
     if not variant.lists_ahead:
         return tile_at(variant, x, slot)
-    x.ring.consumer_wait(state_at(x.ring, slot))
+    _wait(x.ring, slot)
     is_valid = with_list(x, slot).smem.found[FOUND_WORDS] != 0
     return tiles.Tile(is_valid, slot, *[Int32(0)] * 4)
 
@@ -127,4 +137,4 @@ def release(variant: cutlass.Constexpr, x: ForwardContext, work: Work) -> None:
         # HAZARD: one lane arrives for the warp, so all its lanes must have read before.
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            x.ring.consumer_release(state_at(x.ring, work.tile.slot))
+            _give_back(x.ring, work.tile.slot)

@@ -342,11 +342,7 @@ def mask_block(
 
 @cute.jit
 def first_probabilities(
-    variant: cutlass.Constexpr,
-    x: ForwardContext,
-    c: ForwardConsumer,
-    work: Work,
-    scored: Scored,
+    variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, work: Work, scored: Scored
 ) -> None:
     """Resets the statistics and applies ``to_probabilities`` to a tile's newest block."""
     x, newest = on_list(variant, x, work), work.blocks.end - 1
@@ -401,8 +397,7 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
                 v_full.release()
                 primitives.narrow(scored.scores, c.p)
                 if const_expr(stores_late):
-                    if q_full.count > 0:
-                        release_q(c, stored)
+                    release_stored(c, stored, q_full)
                 store(variant, x, c._replace(state=finished), before, before_index)
                 release(variant, x, before)
                 c.out.fill(0.0)
@@ -420,14 +415,20 @@ def consume(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) 
         warpgroup.wait_group(0)
         v_full.release()
         if const_expr(stores_late):
-            if q_full.count > 0:
-                release_q(c, stored)
+            release_stored(c, stored, q_full)
         store(variant, x, c, work, q_index)
         release(variant, x, work)
         release_q(c, q_full)
         # The last consumer has arrived once more for the first; this wait completes that phase.
         if c.index == 0:
             primitives.meet(variant, "pingpong0", c.index)
+
+
+@cute.jit
+def release_stored(c: ForwardConsumer, stored: Any, q_full: Any) -> None:
+    """Releases the query tile before that of ``q_full``, if there is one."""
+    if q_full.count > 0:
+        release_q(c, stored)
 
 
 @cute.jit
@@ -442,11 +443,7 @@ def release_q(c: ForwardConsumer, q_full: Any) -> None:
 def store(
     variant: cutlass.Constexpr, x: ForwardContext, c: ForwardConsumer, work: Work, q_index: Int32
 ) -> None:
-    """Normalises the accumulator and writes 64 rows of out and of lse.
-
-    Out is staged over the queries, in stage ``q_index``, and written by TMA, unless a packed
-    sequence ends in these rows.
-    """
+    """Normalises and writes 64 rows, by TMA from where queries were unless a sequence ends here."""
     c, work = thread_anew(variant, c), anew(variant, x, work)
     rows = rows_of_thread(variant, x, c, work)
     finish_rows(variant, x, [c], work, [rows])

@@ -43,7 +43,7 @@ def step_slots(key: KernelKey, config: HopperForward) -> int:
 
 def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     """The checked plan of the forward kernel for ``key`` under ``config``."""
-    consumers = config.num_consumers
+    consumers, each = config.num_consumers, range(config.num_consumers)
     q_bytes = config.block_q * key.head_dim * ELEMENT_BYTES
     k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES
     v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
@@ -72,14 +72,8 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
             Buffer("out", out_bytes, "q", "a consumer's rows of q are dead after its last S"),
         ),
         barriers=(
-            *(
-                NamedBarrier(f"pingpong{i}", 1 + i, 2 * WARPGROUP, f"consumer {i} may multiply")
-                for i in range(consumers)
-            ),
-            *(
-                NamedBarrier(f"out{i}", 1 + consumers + i, WARPGROUP, f"rows of consumer {i}")
-                for i in range(consumers)
-            ),
+            *(NamedBarrier(f"pingpong{i}", 1 + i, 2 * WARPGROUP, "its products") for i in each),
+            *(NamedBarrier(f"out{i}", 1 + consumers + i, WARPGROUP, "its rows") for i in each),
             NamedBarrier("made", 1 + 2 * consumers, 3 * WARP, "a tile's list is made"),
         ),
     )
