@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.ptx_kernels import apply
 
-from jax_fa.emulator.numerics import bf16_bits
+from jax_fa.emulator.numerics import NARROW
 
 EDGES = np.array(
     [
@@ -228,21 +228,14 @@ def test_maximum_of_pairs_keeps_nan(kind):
     # Of a pair, in one half alone; numbers that both types hold exactly.
     a, b = np.full(64, -3, np.float32), np.full(64, 2, np.float32)
     a[::3], b[::5] = np.nan, np.nan
-    words = [_pairs(x, kind) for x in (a, b)]
+    store = NARROW[kind].store
+    words = [store(x).view(np.uint32) for x in (a, b)]
     plain, kept = (
         apply(f"{name}.{kind}x2 %y, %x0, %x1;", *words, out=np.uint32)
         for name in ("max", "max.NaN")
     )
-    same(plain, _pairs(np.fmax(a, b), kind))
-    same(kept, _pairs(np.maximum(a, b), kind))
-
-
-def _pairs(values, kind):
-    return (
-        bf16_bits(values).view(np.uint32)
-        if kind == "bf16"
-        else values.astype(np.float16).view(np.uint32)
-    )
+    same(plain, store(np.fmax(a, b)).view(np.uint32))
+    same(kept, store(np.maximum(a, b)).view(np.uint32))
 
 
 def test_fma_rounds_once():

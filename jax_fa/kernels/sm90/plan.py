@@ -49,7 +49,7 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
     v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
     out_bytes = config.block_q * key.value_dim * ELEMENT_BYTES
     lists = num_lists(key, config)
-    work = Edge("work", "find", ("load", "consume"), lists, 0, "in smem", "read", "threads")
+    work = Edge("work", "find", ("load", "consume"), lists, 0, "work in smem", "read", "threads")
     plan = Plan(
         roles=(
             Role("load", range(0, 1), config.producer_registers),
@@ -72,8 +72,8 @@ def forward_plan(key: KernelKey, config: HopperForward) -> Plan:
             Buffer("out", out_bytes, "q", "a consumer's rows of q are dead after its last S"),
         ),
         barriers=(
-            *(NamedBarrier(f"pingpong{i}", 1 + i, 2 * WARPGROUP, "its products") for i in each),
-            *(NamedBarrier(f"out{i}", 1 + consumers + i, WARPGROUP, "its rows") for i in each),
+            *(NamedBarrier(f"pingpong{i}", 1 + i, 2 * WARPGROUP, "turn to multiply") for i in each),
+            *(NamedBarrier(f"out{i}", 1 + consumers + i, WARPGROUP, "rows of out") for i in each),
             NamedBarrier("made", 1 + 2 * consumers, 3 * WARP, "a tile's list is made"),
         ),
     )
