@@ -21,7 +21,7 @@ class HopperForward:
         producer_registers: per thread of the producer warpgroup, multiple of 8.
         q_in_registers: whether the query operand is in registers, not in shared memory.
         packs_heads: whether query heads of a group share tiles if that saves tiles (``Packing``).
-        bias_stages: depth of the ring of a bias, in chunks, or in blocks if they are multiplied.
+        bias_stages: depth of the ring of a bias, in chunks or, multiplied, blocks; a power of two.
         scales_late: whether the accumulator shrinks beside the next product, not between the two.
         columns: scores of a row that one product computes; 0 for all of a step.
     """

@@ -15,6 +15,8 @@ from helpers.recording import needs_compiler, needs_dsl, prebuilt, record
 from helpers.remembered import emulate
 
 from jax_fa.emulator import Memory, Options
+from jax_fa.kernels.edges import PlanError
+from jax_fa.kernels.sm90.plan_bias import biased_plan
 from jax_fa.spec import abi, schema, scratch
 from jax_fa.spec.arch import Operation
 from jax_fa.spec.config import choose_backward, choose_dbias, choose_forward
@@ -399,3 +401,11 @@ def test_a_gradient_that_is_not_asked_for_is_not_written(kernels):
     results = call(kernels("bwd"), "bwd", given, dbias=0)
     assert np.isnan(np.float32(results.pop("dbias"))).all()
     check(results, given)
+
+
+@pytest.mark.parametrize("stages", [0, 3, 5, 6])
+def test_the_ring_of_a_forward_holds_a_power_of_two(stages):
+    """Of other rings, consumers would wait for stages that nobody fills."""
+    config = dataclasses.replace(choose_forward(KEY), bias_stages=stages)
+    with pytest.raises(PlanError, match="power of two"):
+        biased_plan(KEY, config)

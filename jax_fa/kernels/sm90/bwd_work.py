@@ -10,7 +10,7 @@ from jax_fa.kernels import backward_rows, edges, primitives, tiles
 from jax_fa.kernels.backward_rows import FLOATS
 from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Tma, Work
 from jax_fa.kernels.sm90 import bias_chunks
-from jax_fa.kernels.sm90.plan import WGMMA_ROWS
+from jax_fa.kernels.sm90.plan import GROUP_BITS, WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES
 from jax_fa.spec.config_sm90_bwd import HopperBackward
 from jax_fa.spec.key import KernelKey
@@ -208,7 +208,10 @@ class BackwardConsumer(NamedTuple):
 
 def thread_anew(variant: BackwardVariant, c: BackwardConsumer) -> BackwardConsumer:
     """``c``; with a ring of a bias, steps keep nothing derived from its ``thread`` in registers."""
-    return c._replace(thread=primitives.opaque(c.thread)) if variant.config.bias_stages else c
+    if not variant.config.bias_stages:
+        return c
+    # Were it possibly negative, addresses in chunks would take 85 instructions, not 22.
+    return c._replace(thread=primitives.opaque(c.thread) & GROUP_BITS)
 
 
 def place_of_dq(variant: BackwardVariant, work: Work, at: Step) -> Int32:

@@ -11,7 +11,7 @@ from jax_fa.kernels import edges, fragments, primitives
 from jax_fa.kernels.dbias_work import Arrays, Tiles
 from jax_fa.kernels.forward_work import Scalars, Variant
 from jax_fa.kernels.sm90 import bias_chunks
-from jax_fa.kernels.sm90.plan import WGMMA_ROWS
+from jax_fa.kernels.sm90.plan import GROUP_BITS, WGMMA_ROWS
 
 
 class Tma(NamedTuple):
@@ -134,4 +134,4 @@ def make_consumer(variant: Variant, x: DbiasContext) -> DbiasConsumer:
 
 def thread_anew(c: DbiasConsumer) -> DbiasConsumer:
     """``c``; loops keep no values derived from its ``thread`` in registers."""
-    return c._replace(thread=primitives.opaque(c.thread))
+    return c._replace(thread=primitives.opaque(c.thread) & GROUP_BITS)

@@ -96,7 +96,13 @@ def copy_chunk(
     """Starts the copy of chunk ``number`` of a tile's rows to a ``place``, by TMA."""
     rows = loads.Rows(work.span.first_row, work.tile.head, work.tile.batch)
     target, source = bias_chunks.views(x.bias, x.smem.bias, x.scalars.bias, rows)
-    cute.copy(x.bias.atom, source[None, number], target[None, place], tma_bar_ptr=slot.barrier)
+    cute.copy(
+        x.bias.atom,
+        source[None, number],
+        target[None, place],
+        tma_bar_ptr=slot.barrier,
+        cache_policy=bias_chunks.eviction_of(x.scalars.bias),
+    )
 
 
 @cute.jit

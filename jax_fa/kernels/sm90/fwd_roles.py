@@ -64,8 +64,7 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
     if tile.is_valid:
         work = begin(variant, x, tile)
         load_q(variant, x, work, q.acquire_and_advance())
-        slot = k.acquire_and_advance()
-        load_k(x, work, work.blocks.end - 1, slot)
+        load_k(x, work, work.blocks.end - 1, k.acquire_and_advance())
         if const_expr(variant.config.is_persistent):
             tile = next_tile(variant, x, work.tile.slot + 1)
             while tile.is_valid:
@@ -75,8 +74,7 @@ def load(variant: cutlass.Constexpr, x: ForwardContext, pipes: ForwardPipes) -> 
                 k, v, phase, number = load_middle(variant, x, work, loaded)
                 before, work = work, next_work
                 load_q(variant, x, work, q.acquire_and_advance())
-                slot = k.acquire_and_advance()
-                load_k(x, work, work.blocks.end - 1, slot)
+                load_k(x, work, work.blocks.end - 1, k.acquire_and_advance())
                 slot = v.acquire_and_advance()
                 phase = load_v(variant, x, before, before.blocks.start, slot, phase)
                 tile = next_tile(variant, x, work.tile.slot + 1)

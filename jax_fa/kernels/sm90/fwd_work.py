@@ -9,7 +9,7 @@ from cutlass.pipeline import PipelineConsumer, PipelineProducer
 
 from jax_fa.kernels import edges, fragment_softmax, fragments, primitives, tiles
 from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant
-from jax_fa.kernels.sm90.plan import WGMMA_ROWS
+from jax_fa.kernels.sm90.plan import GROUP_BITS, WGMMA_ROWS
 
 
 class ForwardLayouts(NamedTuple):
@@ -122,4 +122,4 @@ def make_consumer(variant: Variant, x: ForwardContext) -> ForwardConsumer:
 
 def thread_anew(variant: Variant, c: ForwardConsumer) -> ForwardConsumer:
     """``c``; with lists ahead, loops keep no values derived from its ``thread`` in registers."""
-    return c._replace(thread=primitives.opaque(c.thread)) if variant.lists_ahead else c
+    return c._replace(thread=primitives.opaque(c.thread) & GROUP_BITS) if variant.lists_ahead else c

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jax_fa.kernels.edges import WARP, Buffer, Edge, Plan, Role, check
+from jax_fa.kernels.edges import WARP, Buffer, Edge, Plan, PlanError, Role, check
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS, forward_plan
 from jax_fa.spec.config_sm90 import HopperForward
 from jax_fa.spec.config_sm90_bwd import HopperBackward
@@ -33,6 +33,8 @@ def num_words(config: HopperForward | HopperBackward | HopperBiasGradient, of_ea
 
 def biased_plan(key: KernelKey, config: HopperForward) -> Plan:
     """The checked plan of the forward kernel with a bias for ``key`` under ``config``."""
+    if config.bias_stages.bit_count() != 1:
+        raise PlanError("the ring of a bias holds a power of two: consumers mask numbers of chunks")
     plan = forward_plan(key, config)
     stage_bytes = chunks_of_stage(key, config) * config.block_q * CHUNK_BYTES
     load, find, consume = plan.roles
