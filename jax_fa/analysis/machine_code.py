@@ -58,6 +58,7 @@ MEANINGS = {
     "max": r"FMNMX3?",
     "convert": r"F2FP",
     "select": r"F?SEL",
+    "to uniform": r"R2UR",
     "shuffle": r"SHFL",
     "mbarrier": r"SYNCS",
     "named barrier": r"BAR",
@@ -66,7 +67,8 @@ MEANINGS = {
 """The purpose of an instruction, by a regular expression over its opcode and modifiers.
 
 An addition rounded down is how ``sm100/row_softmax.py`` takes the floor of an exponent, which
-only exponentials by polynomial need.
+only exponentials by polynomial need. Many moves to uniform registers say that ptxas has too few of
+these and describes what products read per thread (``sm90/bwd_bias.py``).
 """
 
 NARROWER = {"other special": "exp2", "red.global": "red.global.v4"}
