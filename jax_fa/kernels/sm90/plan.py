@@ -16,7 +16,7 @@ ELEMENT_BYTES = 2
 WGMMA_ROWS = 64
 """Rows of a consumer warpgroup's products: the M of one wgmma."""
 GROUP_BITS = WARPGROUP - 1
-"""The bits of a thread's number in its warpgroup: said anew, they say that it is not negative."""
+"""The bits of a thread's number in its warpgroup. What they mask is known not to be negative."""
 
 WORK_WORDS = 23
 """Words that hold a tile's ``Work`` (``fwd_lists.py``)."""
