@@ -204,15 +204,15 @@ FORWARD = BY_NAME["fwd_sm100_bf16_d128_full"]
 GOOD = ["UTCHMMA", "UTMALDG.4D", "UTMASTG.4D", "LDTM.x32", "STTM.x16"]
 
 
-def softmax_code(*others, polynomials=6, plain=()):
+def softmax_code(*others, polynomials=6, also=()):
     """A kernel whose loops take the exponentials of 128 scores, the first of them masked.
 
-    The second has the instructions ``plain``, too.
+    The second has the instructions ``also``, too.
     """
     special = 128 - 4 * polynomials
     masked = ["SEL"] * 4 + ["MUFU.EX2"] * 128 + ["F2FP.BF16"] * 64
-    plain = [*plain, *["MUFU.EX2"] * special, *["FADD2.RM"] * (2 * polynomials)]
-    plain += ["F2FP.BF16"] * 64
+    plain = ["MUFU.EX2"] * special + ["FADD2.RM"] * (2 * polynomials) + ["F2FP.BF16"] * 64
+    plain += also
     instructions = [Instruction(opcode) for opcode in [*GOOD, *others]]
     labels = {}
     for number, body in enumerate((masked, plain + ["NOP"] * 100)):
@@ -249,7 +249,7 @@ def test_a_good_kernel_is_ok_in_plain_words(kernel):
 
 def test_moves_to_uniform_registers_are_shown_beside_a_softmax(kernel):
     """Of 128 scores each: 128 x 128 / (128 x 32) times as many for a tile."""
-    report = audited(softmax_code(plain=["R2UR"] * 3))
+    report = audited(softmax_code(also=["R2UR"] * 3))
     heading, row = listing.softmax_table([report]).splitlines()
     end = heading.index("to uniform") + len("to uniform")
     assert row[:end].split()[-1] == "12"

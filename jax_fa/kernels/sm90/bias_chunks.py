@@ -39,10 +39,10 @@ def is_staged(bias: Bias) -> Boolean:
 
 @cute.jit
 def eviction_of(bias: Bias) -> Int64:
-    """How the L2 cache keeps a bias: what the forward reads once only need not displace the rest.
+    """How the L2 cache keeps a bias: what the forward reads once is the first to leave.
 
     H200, float32, us: 4 x 1024 tokens, 16 heads, one bias each, 97 -> 89; 32 x 384, 4 heads, 34 ->
-    29. Reads and writes of the backward take as long with it, or up to 3 % longer.
+    29. The backward, with it for reads and writes: 232 -> 237 and 81 -> 76, 1 x 4096 721 -> 742.
     """
     policy = Int64(EVICT_NORMAL)
     if (bias.batch > 1) & (bias.heads > 1):
