@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,11 +30,12 @@ class Present(int):
 class Grid:
     """``backward_host.backward_order`` and ``backward_work.tile_at`` on ints, for one variant."""
 
-    def __init__(self, monkeypatch, family, mask):
+    def __init__(self, monkeypatch, family, mask, has_bias=False):
         from jax_fa.kernels import backward_host, backward_work, primitives, tiles
 
         target, self.ctas = FAMILIES[family]
         self.mask, key = mask, KernelKey(target, "bfloat16", 128, 128, mask)
+        key = replace(key, has_bias=has_bias)
         self.cluster = self.num_clusters = 0
         self.variant = SimpleNamespace(
             key=key,
@@ -55,6 +57,9 @@ class Grid:
         monkeypatch.setattr(
             tiles, "_clusters", lambda _: tiles.Clusters(self.cluster, self.num_clusters)
         )
+        monkeypatch.setattr(
+            backward_work, "leaves_blocks_out", lambda scalars: np.bool_(scalars.leaves_blocks_out)
+        )
         self.extents = primitives.Extents
         self.order_of = backward_host.backward_order.__wrapped__
         self.tile_at = backward_work.tile_at.__wrapped__
@@ -63,7 +68,7 @@ class Grid:
         """Whether steps ascend in a round, with so many query heads per key/value head."""
         return self.mask != "causal" or (group == 1 and slot % 2 == 0)
 
-    def lists(self, num_sms, heads, num_kv_blocks, splits=1, group=1):
+    def lists(self, num_sms, heads, num_kv_blocks, splits=1, group=1, **further):
         """Of every cluster, the (head, key block) of its tiles in the order it takes them."""
         kv_len = num_kv_blocks * self.variant.config.block_kv - 5
         scalars = SimpleNamespace(
@@ -71,6 +76,7 @@ class Grid:
             splits=splits,
             group=group,
             sequences=SimpleNamespace(cu_seqlens=SimpleNamespace(own=0), num_sequences=1),
+            **further,
         )
         call = SimpleNamespace(
             scalars=scalars,
@@ -161,6 +167,26 @@ def check_bands():
                 assert max(together.values()) <= TILES_IN_TURN + 1
 
 
+def check_bias():
+    """CTAs of a round have few heads where no two read the same bias and no tile is shorter."""
+    for family in FAMILIES:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            made = Grid(monkeypatch, family, "general", has_bias=True)
+            bias = SimpleNamespace(batch=1, heads=64, rows=1000)
+            clusters = 128 // made.ctas
+
+            def heads_of_round(bias, leaves_blocks_out, made=made, clusters=clusters):
+                lists = made.lists(132, 64, 8, bias=bias, leaves_blocks_out=leaves_blocks_out)
+                return len({head for ((head, _),) in lists[:clusters]})
+
+            least, most = clusters // 8, 2 * clusters // 8
+            assert heads_of_round(bias, False) == least
+            assert heads_of_round(bias, True) == most
+            assert len(made.lists(made.ctas, 64, 8, bias=bias, leaves_blocks_out=False)) == 512
+            for shared in ("heads", "rows"):
+                assert heads_of_round(SimpleNamespace(**vars(bias) | {shared: 1}), False) == most
+
+
 def in_own_process(check):
     # Where the DSL compiled these functions before, they are no longer those of ints.
     folder = str(Path(__file__).parent)
@@ -185,3 +211,7 @@ def test_who_had_the_longest_tile_has_the_shortest_in_the_next_round():
 
 def test_where_steps_descend_few_key_blocks_of_a_head_are_under_way_at_a_time():
     in_own_process("check_bands")
+
+
+def test_a_bias_that_is_read_once_makes_bands_of_one_round():
+    in_own_process("check_bias")

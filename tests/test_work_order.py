@@ -29,12 +29,13 @@ SHAPES = 1000
 # tiles. Others miss them where a window makes tiles alike, of which a CTA has one more or not (1.13
 # with 8 tiles a CTA); where three bands of one or two heads are one round and a half each (1.25
 # with 4); where heads of two to seven blocks have few kinds of tiles (1.25, and of two blocks 1.34
-# with one tile and a half a CTA).
+# with one tile and a half a CTA). 1.31 is 5 heads of 9 blocks on 16 CTAs: bands of backwards count
+# what they take of the cache twice, before which it was 1.20, and 1.10 was 1.09.
 BOUNDS = {
     (8, 16): (1.13, 1.05, 1.02),
-    (4, 8): (1.25, 1.09, 1.04),
+    (4, 8): (1.25, 1.10, 1.04),
     (4, 1): (1.25, 1.17, 1.05),
-    (0, 8): (1.20, 1.13, 1.03),
+    (0, 8): (1.31, 1.13, 1.03),
     (0, 1): (1.34, 1.17, 1.03),
 }
 
@@ -65,7 +66,8 @@ def draw_shape(draw):
         head_dim, value_dim = draw.choice(((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)))
         block = draw.choice((64, 128, 192))
         length = draw.choice((draw.randint(128, 2048), 2 ** draw.randint(7, 15)))
-        bytes_per_row = 2 * (head_dim + value_dim) + draw.choice((0, 4 * head_dim))
+        of_tokens = 2 * (head_dim + value_dim)
+        bytes_per_row = draw.choice((of_tokens, 2 * (of_tokens + 4 * head_dim)))
         shape = Shape(
             num_ctas=draw.choice((132, 78, 36, 16)),
             heads=draw.choice((1, 2, 3, 5, 8, 12, 16, 20, 32, 64)) * draw.choice((1, 1, 2, 4, 16)),
@@ -149,7 +151,7 @@ def check_shapes_of_models():
     with pytest.MonkeyPatch.context() as monkeypatch:
         orders = Orders(monkeypatch)
         for heads, length in ((32, 8192), (128, 2048)):
-            for bytes_per_row in (4 * 96, 4 * 96 + 4 * 96, 2 * (192 + 128), 4 * 128, 4 * 64):
+            for bytes_per_row in (4 * 96, 2 * (4 * 96 + 4 * 96), 2 * (192 + 128), 4 * 128, 4 * 64):
                 blocks = length // 128
                 shape = Shape(132, heads, 128, blocks, length * bytes_per_row, None)
                 assert excess(shape, orders.lists(shape)) <= 1.05

@@ -3,10 +3,10 @@
 HAZARD: rows and keys of a tile may lie beyond the array's end; every index is clamped here.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from jax_fa.kernels import softmax
 
@@ -38,6 +38,11 @@ class Bias(NamedTuple):
     def row_bytes(self) -> Int64:
         """The number of bytes from one row to the next."""
         return self.keys.to(Int64) * self.size_bytes
+
+
+def is_one_per_query(bias: Bias, queries: Any) -> Boolean:
+    """Whether no two queries, of whatever batch and head, share a row of the bias."""
+    return (bias.batch * bias.heads == queries.batch * queries.heads) & (bias.rows > 1)
 
 
 @cute.jit

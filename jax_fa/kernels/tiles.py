@@ -53,7 +53,6 @@ ROUNDS_PER_BAND = 2
 """About how many tiles a CTA gets from a band, at least, whatever the cache holds: two tiles of
 unequal length balance each other, one cannot."""
 
-
 EXTREMES = Extremes(cutlass.min, cutlass.max)
 """The minimum and maximum of traced integers, for ``band.py``."""
 
@@ -91,11 +90,12 @@ def make_order(
     num_blocks: Int32,
     swept_bytes_per_head: Int32,
     num_ctas: Int32,
+    rounds_per_band: Int32 | int = ROUNDS_PER_BAND,
 ) -> Order:
     """The work order of ``num_heads * num_blocks`` tiles on ``num_ctas`` CTAs."""
     in_cache = L2_BUDGET_BYTES // cutlass.max(swept_bytes_per_head, 1)
     # Bands of few tiles leave CTAs idle: short heads that sweep far would run one by one.
-    in_rounds = cutlass.max(ROUNDS_PER_BAND * num_ctas // num_blocks, 1)
+    in_rounds = cutlass.max(rounds_per_band * num_ctas // num_blocks, 1)
     num_bands = cute.ceil_div(num_heads, cutlass.max(in_cache, in_rounds))
     heads_per_band = cute.ceil_div(num_heads, num_bands)
     rounds = cute.ceil_div(heads_per_band * num_blocks, num_ctas)

@@ -12,6 +12,7 @@ from helpers.recording import build
 from test_bias import CHOICES, KEY, MODULES, Biased, call, check, given_of, kernels, pytestmark
 
 from jax_fa.emulator import EmulationError, Options
+from jax_fa.spec.band import UNBOUNDED
 from jax_fa.spec.config import choose_dbias
 
 __all__ = ["kernels", "pytestmark"]
@@ -361,10 +362,10 @@ class Absent:
 
 def a_band_leaves_nothing_out(kernels):
     """Blocks beyond it are not cleared."""
-    right, none = kernels.bwd_dbias.leaves_blocks_out, kernels.bwd_dbias.UNBOUNDED
+    right = kernels.bwd_dbias.leaves_blocks_out
 
     def wrong(scalars):
-        return right(scalars._replace(window_left=none, window_right=none))
+        return right(scalars._replace(window_left=UNBOUNDED, window_right=UNBOUNDED))
 
     return {"bwd_dbias.leaves_blocks_out": wrong}
 

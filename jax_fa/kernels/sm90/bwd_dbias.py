@@ -15,7 +15,7 @@ from cutlass import BFloat16, Boolean, Float32, Int16, Int32, Int64, const_expr
 from cutlass.pipeline import PipelineConsumer
 
 from jax_fa.kernels import bias as biases
-from jax_fa.kernels import dense_mask, fragments, loads, primitives, tiles
+from jax_fa.kernels import fragments, loads, primitives, tiles
 from jax_fa.kernels.backward_host import BackwardCall
 from jax_fa.kernels.backward_rows import VECTOR_BYTES, vector_at
 from jax_fa.kernels.backward_work import (
@@ -23,6 +23,7 @@ from jax_fa.kernels.backward_work import (
     Step,
     Work,
     first_step,
+    leaves_blocks_out,
     next_step,
     tile_at,
     work_on,
@@ -30,7 +31,6 @@ from jax_fa.kernels.backward_work import (
 from jax_fa.kernels.bias import Bias
 from jax_fa.kernels.sm90 import bias_chunks, bwd_bias
 from jax_fa.kernels.sm90.bwd_bias import FLOAT_STAGES
-from jax_fa.spec.band import UNBOUNDED
 
 FLOAT_BYTES = 4
 CLEAR_THREADS = 256
@@ -207,15 +207,6 @@ def store_element(dtype: type, address: Int64, value: Float32, is_there: Boolean
         f"{rounding} element, {{$r1}}; @there st.global.{bits} [{{$r0}}], element; }}",
         read_only_args=[address, value, Int32(is_there)],
     )
-
-
-def leaves_blocks_out(scalars: Scalars) -> Boolean:
-    """Whether there may be blocks of pairs that no step processes."""
-    bounds = (scalars.window_left != UNBOUNDED) | (scalars.window_right != UNBOUNDED)
-    lengths = scalars.sequences.lengths
-    used = tiles.is_present(lengths.own) | tiles.is_present(lengths.swept)
-    segments = tiles.is_present(scalars.q_segments)
-    return bounds | used | segments | dense_mask.is_present(scalars.mask)
 
 
 @cute.jit
