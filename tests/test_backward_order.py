@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,8 +33,8 @@ class Grid:
         from jax_fa.kernels import backward_host, backward_work, primitives, tiles
 
         target, self.ctas = FAMILIES[family]
-        self.mask, key = mask, KernelKey(target, "bfloat16", 128, 128, mask)
-        key = replace(key, has_bias=has_bias)
+        self.mask = mask
+        key = KernelKey(target, "bfloat16", 128, 128, mask, has_bias=has_bias)
         self.cluster = self.num_clusters = 0
         self.variant = SimpleNamespace(
             key=key,
