@@ -151,9 +151,10 @@ def gather_columns(words: list, width: cutlass.Constexpr[int]) -> list:
         for i in cutlass.range_constexpr(width):
             if const_expr(i & step == 0):
                 low, high = words[i], words[i | step]
-                received = cute.arch.shuffle_sync_bfly(low if is_high else high, offset=step)
-                words[i] = received if is_high else low
-                words[i | step] = high if is_high else received
+                sent = Int32(cutlass.select_(is_high, low, high))
+                received = cute.arch.shuffle_sync_bfly(sent, offset=step)
+                words[i] = Int32(cutlass.select_(is_high, received, low))
+                words[i | step] = Int32(cutlass.select_(is_high, high, received))
         step = step * 2
     return words
 

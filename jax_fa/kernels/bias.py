@@ -115,4 +115,4 @@ def cap(bias: Bias, acc: cute.Tensor) -> None:
         for i in cutlass.range_constexpr(cute.size(acc)):
             power = cute.math.exp2(acc[i] * inner_log2, fastmath=True)
             bounded = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)
-            acc[i] = acc[i] if acc[i] == -Float32.inf else bounded
+            acc[i] = cutlass.select_(acc[i] == -Float32.inf, acc[i], bounded)

@@ -117,7 +117,7 @@ def hide(
     for r in cutlass.range_constexpr(fragments.ROWS):
         is_used = rows[r].position < work.span.own_len
         for i in cutlass.range_constexpr(cute.size(by_row, mode=[1])):
-            by_row[r, i] = by_row[r, i] if is_used else -Float32.inf
+            by_row[r, i] = cutlass.select_(is_used, by_row[r, i], -Float32.inf)
 
 
 @cute.jit
@@ -168,7 +168,7 @@ def add_products(
             ds = slope * (dp[r, i] - stats.delta[r])
             if const_expr(hides):
                 # Rows of dO or values beyond the sequence may be anything, and 0 * NaN is not 0.
-                ds = Float32(0.0) if slope == 0.0 else ds
+                ds = Float32(cutlass.select_(slope == 0.0, Float32(0.0), ds))
             sums[r, i] = sums[r, i] + ds
 
 

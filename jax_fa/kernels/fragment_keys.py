@@ -191,7 +191,7 @@ def mask_by_columns(
         word = cute.arch.shuffle_sync(words[number], own + lane) >> shift
         for r in cutlass.range_constexpr(fragments.ROWS):
             is_visible = (word & (1 << 8 * r)) != 0
-            scores[r, i] = scores[r, i] if is_visible else -Float32.inf
+            scores[r, i] = cutlass.select_(is_visible, scores[r, i], -Float32.inf)
 
 
 @cute.jit

@@ -160,8 +160,8 @@ def scale_rows(acc: cute.Tensor, factors: cute.Tensor) -> None:
 def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]) -> None:
     """Sets the scores outside each row's ``Stretch`` of visible columns to -inf.
 
-    Columns count from this thread's first.
-    ``two_sided`` is False if no row has invisible columns before its visible ones.
+    Columns count from this thread's first; without ``two_sided``, all before a visible one are
+    visible. ``select_``: of a conditional expression, the DSL would trace both sides twice.
     """
     scores = by_row(acc)
     for row in cutlass.range_constexpr(ROWS):
@@ -170,7 +170,7 @@ def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]) -> No
             is_visible = column < rows[row].end
             if cutlass.const_expr(two_sided):
                 is_visible = is_visible & (column >= rows[row].start)
-            scores[row, i] = scores[row, i] if is_visible else -Float32.inf
+            scores[row, i] = cutlass.select_(is_visible, scores[row, i], -Float32.inf)
 
 
 @cute.jit
@@ -188,7 +188,7 @@ def mask_segments(acc: cute.Tensor, row_ids: list, ids: cute.Pointer, last: Int3
     for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
         key = keys[cutlass.min(column_of(i), last)]
         for row in cutlass.range_constexpr(ROWS):
-            scores[row, i] = scores[row, i] if key == row_ids[row] else -Float32.inf
+            scores[row, i] = cutlass.select_(key == row_ids[row], scores[row, i], -Float32.inf)
 
 
 @cute.jit
@@ -206,4 +206,4 @@ def mask_by_words(acc: cute.Tensor, words: list, first_column: Int32) -> None:
         number, bit = divmod(column_of(i), WORD_KEYS)
         for row in cutlass.range_constexpr(ROWS):
             is_visible = (own[row][number] & (1 << bit)) != 0
-            scores[row, i] = scores[row, i] if is_visible else -Float32.inf
+            scores[row, i] = cutlass.select_(is_visible, scores[row, i], -Float32.inf)

@@ -144,19 +144,22 @@ def _compile(folder: Path, module: str, key: KernelKey, config: Any) -> None:
     compiler._preload_runtime()
     kernels = importlib.import_module(f"jax_fa.kernels.{module}")
     entry = kernels.make_entry(key, config)
-    options = f"{compiler.options_of(key, config)} --dump-dir {folder}"
+    # Of the same PTX, which is what runs here, the assembler makes machine code in less time.
+    options = f"{compiler.options_of(key, config)} --opt-level 1 --dump-dir {folder}"
     operation = "fwd" if key.is_split else module.split(".")[1].removesuffix("_bias")
     arguments = stand_ins(operation, key.dtype)
     cute.compile(entry, *arguments, options=options).export_to_c(str(folder), "k", "k")
     gc.collect()  # few objects, but of the compiler's memory
 
 
-def prebuilt(folder: Path, module: str, key: KernelKey, config: Any) -> Built:
+def prebuilt(
+    folder: Path, module: str, key: KernelKey, config: Any, remember_as: str | None = None
+) -> Built:
     """As ``build``, from the cache of ``jax_fa.aot`` if it is a variant of the wheel."""
     same = (variant for variant in VARIANTS if (variant.module, variant.key) == (module, key))
     variant, host = next(same, None), platform.machine()
     if variant is None or host not in compiler.HOSTS or config != compiler.choose_config(variant):
-        return build(folder, module, key, config)
+        return build(folder, module, key, config, remember_as)
     cache = Path(os.environ.get("JAX_FA_AOT_CACHE") or compiler.default_cache())
     cache.mkdir(parents=True, exist_ok=True)
     job = compiler.job_of(variant, host, cache)

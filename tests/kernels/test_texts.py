@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers.recording import build, needs_compiler, needs_dsl
+from helpers.recording import needs_compiler, needs_dsl, prebuilt
 from helpers.texts import first_difference, kernels, without_names
 
 from jax_fa.aot import compiler
@@ -30,11 +30,11 @@ BORROWED = [
 def test_an_architecture_borrows_the_text_that_it_would_compile(arch, variant, tmp_path):
     """The compiler makes the same decisions for both targets, of one kernel for all of them."""
     texts = []
-    for number, target in enumerate((variant.key.arch, arch.target)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
+    for target in (variant.key.arch, arch.target):
         own = replace(variant, key=replace(variant.key, arch=target))
-        made = build(folder, variant.module, own.key, compiler.choose_config(own), target)
+        folder = tmp_path / target
+        folder.mkdir()
+        made = prebuilt(folder, variant.module, own.key, compiler.choose_config(own), target)
         assert f".target {target}" in made.ptx
         texts.append(without_names(made.ptx))
     assert not first_difference(*texts)

@@ -455,7 +455,7 @@ def _finish(
             cute.arch.fence_view_async_tmem_load()
             for i in cutlass.range_constexpr(O_COLUMNS):
                 # The row of an unused query may hold anything, including NaN.
-                rO[i] = rO[i] * factor if is_used else Float32(0.0)
+                rO[i] = cutlass.select_(is_used, rO[i] * factor, Float32(0.0))
             if const_expr(variant.is_split):
                 _put_globally(variant, x, work, at, rO, j * O_COLUMNS)
             else:

@@ -179,4 +179,4 @@ def mask_by_bits(scores: cute.Tensor, bits: Int32, first: cutlass.Constexpr[int]
     """Sets to -inf the scores, from column ``first`` on, whose bit is 0."""
     for i in cutlass.range_constexpr(WORD_KEYS):
         is_visible = (bits & (1 << i if i < WORD_KEYS - 1 else -(1 << i))) != 0
-        scores[first + i] = scores[first + i] if is_visible else -Float32.inf
+        scores[first + i] = cutlass.select_(is_visible, scores[first + i], -Float32.inf)
