@@ -23,7 +23,8 @@ from jax_fa.runtime import support
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
 FIGURES = {
-    "h200.svg": ("h200_2026_11_22.json",),
+    "h200.svg": ("h200_2026_11_29.json",),
+    "h200_fa4.svg": ("h200_2026_11_22.json",),
     "cpu.svg": ("cpu_2026_11_21.json", "cpu_memory_2026_11_22.json"),
 }
 """Figure -> the stored results that it shows."""

@@ -177,7 +177,7 @@ def goals(records: Sequence[Record], matmul: float) -> list[str]:
 def _fa4_ratios() -> dict[tuple[str, Direction], float]:
     """The recorded speed of FlashAttention-4 over the peer, by workload and direction."""
     rates: dict[tuple[str, Direction], dict[str, float]] = {}
-    (content,), _ = figures.load(figures.RESULTS, figures.FIGURES["h200.svg"])
+    (content,), _ = figures.load(figures.RESULTS, figures.FIGURES["h200_fa4.svg"])
     for record in content["records"]:
         point = rates.setdefault((record["workload"]["name"], record["direction"]), {})
         point[record["implementation"]] = record["gflops_per_second"]

@@ -67,7 +67,7 @@ def test_a_missing_platform_is_a_sentence(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == sum(map(len, figures.FIGURES.values()))
     assert lines[0] == (
-        f"No results {tmp_path / 'h200_2026_11_22.json'}: `python -m benchmarks.gpu` writes such a "
+        f"No results {tmp_path / 'h200_2026_11_29.json'}: `python -m benchmarks.gpu` writes such a "
         f"file"
     )
 
