@@ -114,7 +114,8 @@ def test_pictures_show_the_stored_results(figure):
     assert not missing
     drawn = (ROOT / "docs" / figure).read_text()
     assert figures.identifier(contents) in drawn, "run: python -m benchmarks.figures"
-    assert f"]({figure})" in PAGES[f"docs/{figures.PAGE}"] or f"](docs/{figure})" in README
+    assert f"]({figure})" in PAGES[f"docs/{figures.PAGE}"]
+    assert f"](docs/{figure})" in README or figure == "h200_fa4.svg"
 
 
 def test_sentences_about_the_h200_follow_from_the_stored_results():
