@@ -7,12 +7,13 @@
 
 The function is called on whole int32 arrays, which broadcast against each other, not once for each
 pair: ``batch`` [B, 1, 1, 1], ``q_head`` [1, N, 1, 1], ``q_position`` [B|1, 1, T, 1] and
-``kv_position`` [B|1, 1, 1, S]. (For more than 2 ** 28 pairs T is a part of the rows; in packed
-sequences, ``batch`` is [1, 1, T, 1], the number of each row's sequence.) It returns a bool array
-that broadcasts to [B, N, T, S], made by operations of jax.numpy: no ``if``, no ``and``. It may read
-arrays, traced ones too, such as ``documents[batch, q_position] == documents[batch, kv_position]``.
-``jnp.vectorize`` turns a function of single numbers into one of arrays. It hides keys in addition
-to those that the band, segments and lengths hide.
+``kv_position`` [B|1, 1, 1, S]. (For more than 2 ** 28 pairs T is a part of the rows; keys come in
+any order, some of them twice; in packed sequences, ``batch`` is [1, 1, T, 1], the number of each
+row's sequence.) It returns a bool array that broadcasts to [B, N, T, S], made by operations of
+jax.numpy: no ``if``, no ``and``. What it says of a pair may depend on the pair's four numbers only,
+not on its place in the arrays. It may read arrays, traced ones too, such as ``documents[batch,
+q_position] == documents[batch, kv_position]``. ``jnp.vectorize`` turns a function of single numbers
+into one of arrays. It hides keys in addition to those that the band, segments and lengths hide.
 
 ``q_position`` is the diagonal of a query row, its position among the keys, and already includes
 query_offset and alignment (``jax_fa/spec/band.py``). ``kv_position`` counts from the sequence's

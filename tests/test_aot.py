@@ -486,7 +486,7 @@ def test_the_softmax_loop_in_machine_code_has_the_tile_of_the_configuration(comp
     # A warpgroup's 64 rows over 128 threads; one factor for each of a thread's two rows.
     assert main.scores == 64 * keys // 128
     assert main.counts["exp2"] == main.scores + 2
-    # PV; S reads all of D or, of narrow heads, half: a branch each (``sm90/depth.py``).
+    # PV; S reads all of D or, of narrow heads, half: a branch each (``multiply_filled``).
     assert main.counts["wgmma"] == keys // 16
     counts = [
         machine_code.count(code.instructions[at] for at in loop.own)["wgmma"]

@@ -98,7 +98,6 @@ TOWERS = {
         Layer("kernels.mma_sync.*_work", "cutlass cuda"),
         Layer("kernels.mma_sync.*", "cutlass cuda"),
         Layer("kernels.sm*.shell", "cutlass cuda"),
-        Layer("kernels.sm90.depth", "cutlass cuda"),
         Layer("kernels.sm90.bias_chunks", "cutlass cuda"),
         Layer("kernels.sm90.bias_product", "cutlass cuda"),
         Layer("kernels.sm*.*_work", "cutlass cuda"),

@@ -126,6 +126,19 @@ def test_blocks_of_rows_make_the_same_words(name, monkeypatch):
     np.testing.assert_array_equal(pairs, as_mask(FUNCTIONS[name], {}))
 
 
+@pytest.mark.parametrize("count", [S, 96])
+def test_keys_are_evaluated_in_an_order_that_no_word_shows(count):
+    """Also where they fill whole words, and where the function has all of them in an array."""
+    array = jnp.asarray(np.random.default_rng(3).random((T, count)) < 0.5)
+    q = jnp.zeros((B, T, N, 16))
+    operands = jax_fa.spec.problem.Operands(q, q[:, :1].repeat(count, axis=1), q)
+    at = mask_functions.places(operands, jax_fa.spec.problem.Semantics(1.0), (T, count))
+    for function in (lambda b, h, i, j: array[i, j], lambda *_: array):
+        words = mask_functions.words(function, at)
+        np.testing.assert_array_equal(masks.unpacked(words, T, count)[0, 0], array)
+        np.testing.assert_array_equal(words[0, 0], masks.packed(array))
+
+
 def test_a_function_is_evaluated_anew_in_every_call():
     class Documents:
         ids = DOCUMENTS

@@ -48,6 +48,7 @@ _PLANS = {
     "fwd": ("plan", "forward_plan"),
     "fwd_bias": ("plan", "forward_plan"),
     "fwd_split": ("plan", "forward_plan"),
+    "fwd_sorted": ("plan_sorted", "sorted_plan"),
     "few": ("plan_few", "few_plan"),
     "bwd": ("plan_bwd", "backward_plan"),
     "dbias": ("plan_dbias", "dbias_plan"),

@@ -21,8 +21,7 @@ from jax_fa.spec.division import LIST_WORDS, MAP_CELL, MASK_BLOCK, WORD_KEYS, ma
 
 LIST_BLOCKS = LIST_WORDS * WORD_KEYS
 SHIFT, SHOWN, PARTIAL = segments.WORDS, segments.WORDS + 1, segments.WORDS + 1 + LIST_WORDS
-"""Places of the list in ``found``: log2 of how many blocks a bit stands for; the bits that tell
-which blocks show something; and the bits that tell which blocks hide something."""
+"""Places in ``found``: log2 of a bit's blocks; which blocks show something; which hide some."""
 
 
 class DenseMask(NamedTuple):

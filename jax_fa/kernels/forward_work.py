@@ -27,6 +27,7 @@ class Variant(NamedTuple):
     config: Any
     plan: edges.Plan
     bias: Any = None  # the module fragment_bias, if there is a bias
+    sorter: Any = None  # the module sm90.fwd_order, where blocks are sorted
 
     @property
     def is_general(self) -> bool:

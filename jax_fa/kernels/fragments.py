@@ -7,6 +7,7 @@ for c in {0, 1}, in the order (c, r, g), c fastest. The register A operand of th
 its 16-column slabs in the same order, so P never moves.
 """
 
+import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -41,6 +42,20 @@ def multiply(
         atom.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
+
+
+@cute.jit
+def multiply_filled(
+    mma: cutlass.Constexpr, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, columns: Int32
+) -> None:
+    """Issues ``acc = A B`` over the first half of the head, if no more is used, or all of it."""
+    half = cute.size(a, mode=[2]) // 2  # in instructions of 16 columns
+    divided, first = (None, None, half), (None, None, (None, 0))
+    half_a, half_b = [cute.logical_divide(x, divided)[first] for x in (a, b)]
+    if columns > half * 16:
+        multiply(mma, acc, a, b, False)
+    else:
+        multiply(mma, acc, half_a, half_b, False)
 
 
 def accumulator(columns: int) -> cute.Tensor:

@@ -35,9 +35,8 @@ class Ids(NamedTuple):
 def reset(found: cute.Tensor) -> None:
     """Resets the result to no matches. One thread calls, before a barrier of the CTA."""
     found[0] = Int32(MAX_LENGTH)
-    found[1] = Int32(0)
-    found[2] = Int32(0)
-    found[3] = Int32(0)
+    for i in range(1, WORDS):
+        found[i] = Int32(0)
 
 
 @cute.jit

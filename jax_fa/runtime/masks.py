@@ -22,6 +22,9 @@ from jax_fa.spec.band import ceil_div
 from jax_fa.spec.division import MAP_CELL, MASK_BLOCK, WORD_KEYS, map_stripes
 from jax_fa.spec.problem import Operands
 
+_OCTET = 8
+"""Bits of a byte."""
+
 
 def mapped(operands: Operands) -> Operands:
     """The operands with the map of their mask, if they have one."""
@@ -38,22 +41,41 @@ def packed(mask: Array) -> Array:
     Bits beyond key S are 0.
     """
     if mask.shape[-1] == 1:
-        return packed_by_sum(mask)
+        return jnp.where(mask, jnp.int32(-1), jnp.int32(0))
     bits = _split(mask, WORD_KEYS, pad=False)
-    bits = bits.reshape(*bits.shape[:-1], WORD_KEYS // 8, 8)
+    bits = bits.reshape(*bits.shape[:-1], WORD_KEYS // _OCTET, _OCTET)
     # A sum of slices, by bytes: a GPU then reads a mask as fast as it adds one up (16384 x 16384:
     # on an H100 119 us, by words 136; on an H200 by words 102, by a sum over a dimension 208).
     octets = bits[..., 0].astype(jnp.uint8)
-    for i in range(1, 8):
+    for i in range(1, _OCTET):
         octets |= bits[..., i].astype(jnp.uint8) << i
     return jax.lax.bitcast_convert_type(octets, jnp.int32)
 
 
-def packed_by_sum(mask: Array) -> Array:
-    """``packed`` for a mask that is computed on the fly: no element is computed 32 times."""
-    if mask.shape[-1] == 1:
-        return jnp.where(mask, jnp.int32(-1), jnp.int32(0))
-    return _words(_split(mask, WORD_KEYS, pad=False))
+def spread(keys: Array) -> Array:
+    """[..., S] -> [..., 32 W]: the first key of all words, then the second, and so on.
+
+    ``packed_spread`` packs a mask that is computed from these. The last key is repeated.
+    """
+    widths = [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % WORD_KEYS)]
+    filled = jnp.pad(keys, widths, mode="edge")
+    by_word = filled.reshape(*keys.shape[:-1], -1, WORD_KEYS)
+    return by_word.swapaxes(-1, -2).reshape(filled.shape)
+
+
+def packed_spread(mask: Array, kv_len: int) -> Array:
+    """``packed`` of a mask of ``kv_len`` keys whose last dimension is in the order of ``spread``.
+
+    Threads of a GPU then make words side by side, each from its own keys: XLA takes a sum of fewer
+    than 32 elements for no reduction. In the order of keys, it computes a word with several.
+    """
+    bits = mask.reshape(*mask.shape[:-1], WORD_KEYS // _OCTET, _OCTET, -1)
+    values = 1 << _counted(bits.ndim - 1, _OCTET)[..., None]
+    octets = jnp.sum(jnp.where(bits, values, 0).astype(jnp.uint8), axis=-2, dtype=jnp.uint8)
+    words = octets[..., 0, :].astype(jnp.int32)
+    for i in range(1, WORD_KEYS // _OCTET):
+        words |= octets[..., i, :].astype(jnp.int32) << (_OCTET * i)
+    return words & ~_beyond(words.shape[-1], kv_len) if kv_len % WORD_KEYS else words
 
 
 def by_blocks(blocks: Array, kv_len: int) -> Array:
@@ -229,9 +251,3 @@ def _split(x: Array, size: int, *, pad: int, axis: int = -1) -> Array:
     widths = [(0, -length % size if i == axis else 0) for i in range(x.ndim)]
     filled = jnp.pad(x, widths, constant_values=pad) if length % size else x
     return filled.reshape(*x.shape[:axis], ceil_div(length, size), size, *x.shape[axis + 1 :])
-
-
-def _words(bits: Array) -> Array:
-    """Bool [..., 32] -> int32 [...]."""
-    values = 1 << _counted(bits.ndim, WORD_KEYS)
-    return jnp.sum(jnp.where(bits, values, 0), axis=-1, dtype=jnp.int32)

@@ -67,6 +67,8 @@ class Variant:
             name = "few" if self.key.is_few else "fwd_split"
         elif self.key.has_bias and name == "fwd":
             name = "fwd_bias"
+        elif self.key.mask == "general" and name == "fwd" and self.kernels == "sm90":
+            name = "fwd_sorted"
         return f"{self.kernels}.{name}"
 
     @property

@@ -575,6 +575,14 @@ CASES: tuple[Case, ...] = (
     Case("mask_of_few_keys", q_len=140, kv_len=20, dense=Dense("random")),
     Case("mask_of_one_query", q_len=1, kv_len=1100, kv_heads=1, dense=Dense("random", "NS")),
     Case("mask_blocks", q_len=330, kv_len=700, kv_heads=1, dense=Dense("blocks", "NTS")),
+    _self(
+        "mask_blocks_and_segments",
+        580,
+        heads=2,
+        kv_heads=1,
+        dense=Dense("blocks"),
+        segments=(documents(90, 310, 180), documents(90, 310, 180)),
+    ),
     Case("mask_and_everything", dense=Dense("holes", "BNTS"), **_EVERYTHING),
     # Block masks.
     *(

@@ -146,7 +146,7 @@ def _compile(folder: Path, module: str, key: KernelKey, config: Any) -> None:
     entry = kernels.make_entry(key, config)
     # Of the same PTX, which is what runs here, the assembler makes machine code in less time.
     options = f"{compiler.options_of(key, config)} --opt-level 1 --dump-dir {folder}"
-    operation = "fwd" if key.is_split else module.split(".")[1].removesuffix("_bias")
+    operation = "fwd" if key.is_split else module.split(".")[1].partition("_")[0]
     arguments = stand_ins(operation, key.dtype)
     cute.compile(entry, *arguments, options=options).export_to_c(str(folder), "k", "k")
     gc.collect()  # few objects, but of the compiler's memory

@@ -567,7 +567,7 @@ def kernel_modules():
     names += ["sm90.dbias_steps", "primitives"]
     names += ["sm90.bwd_dbias", "sm90.bwd_bias", "sm90.bias_chunks", "sm90.fwd_bias_roles", "tiles"]
     names += ["sm90.fwd_bias_product", "sm90.bwd_bias_product", "sm90.bias_product"]
-    names += ["sm90.dbias_product", "sm90.depth"]
+    names += ["sm90.dbias_product", "fragments"]
     found = {x.split(".")[-1]: importlib.import_module(f"jax_fa.kernels.{x}") for x in names}
     return SimpleNamespace(**found)
 

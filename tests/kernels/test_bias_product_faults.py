@@ -141,8 +141,9 @@ def low_biases_are_not_odd(kernels):
 
 def half_of_the_columns_are_left_out(kernels):
     """As if heads were narrow."""
-    right, none = kernels.depth.multiply, kernels.bias.cutlass.Int32(0)
-    return {"depth.multiply": lambda mma, acc, a, b, columns: right(mma, acc, a, b, none)}
+    right, none = kernels.fragments.multiply_filled, kernels.bias.cutlass.Int32(0)
+    wrong = lambda mma, acc, a, b, columns: right(mma, acc, a, b, none)  # noqa: E731
+    return {"fragments.multiply_filled": wrong}
 
 
 def chunks_are_of_the_first_tile(kernels):

@@ -34,7 +34,7 @@ HALVES = Case("halves", q_len=300, kv_len=200, heads=4, kv_heads=2, dense=Dense(
 """Of two heads that share keys, one is shown to the first half of the rows, one to the second."""
 
 
-MODULES = ("sm90.fwd", "sm90.bwd", "sm100.bwd", "mma_sync.fwd")
+MODULES = ("sm90.fwd_sorted", "sm90.bwd", "sm100.bwd", "mma_sync.fwd")
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,15 @@ def faultless(tmp_path_factory):
     return {name: prebuilt(tmp_path_factory.mktemp(name), name, *asked(name)) for name in MODULES}
 
 
+def operation_of(module):
+    """The family and the operation of a module."""
+    family, name = module.split(".")
+    return family, name.removesuffix("_sorted")
+
+
 def asked(module):
     """The variant of a module, and its configuration."""
-    family, operation = module.split(".")
+    family, operation = operation_of(module)
     return KEYS[family], CHOICES[operation](KEYS[family])
 
 
@@ -157,15 +163,15 @@ def one_head_stands_for_a_group(_, columns):
 
 
 FAULTS = [
-    ("sm90.fwd", BY_HEAD, every_head_is_the_first),
-    ("sm90.fwd", BY_HEAD, batches_are_a_head_apart),
-    ("sm90.fwd", BY_HEAD, words_are_one_further),
-    ("sm90.fwd", WINDOW, nothing_is_masked),
-    ("sm90.fwd", WINDOW, rows_of_the_map_are_one_further),
-    ("sm90.fwd", BY_NAME["mask_causal"], a_block_is_masked_if_the_one_above_is),
-    ("sm90.fwd", BLOCKS, a_block_is_left_out),
-    ("sm90.fwd", BY_NAME["block_mask_head_dim_256"], a_row_of_words_is_one_query),
-    ("sm90.fwd", BLOCK_MASK, stripes_are_as_many_as_rows),
+    ("sm90.fwd_sorted", BY_HEAD, every_head_is_the_first),
+    ("sm90.fwd_sorted", BY_HEAD, batches_are_a_head_apart),
+    ("sm90.fwd_sorted", BY_HEAD, words_are_one_further),
+    ("sm90.fwd_sorted", WINDOW, nothing_is_masked),
+    ("sm90.fwd_sorted", WINDOW, rows_of_the_map_are_one_further),
+    ("sm90.fwd_sorted", BY_NAME["mask_causal"], a_block_is_masked_if_the_one_above_is),
+    ("sm90.fwd_sorted", BLOCKS, a_block_is_left_out),
+    ("sm90.fwd_sorted", BY_NAME["block_mask_head_dim_256"], a_row_of_words_is_one_query),
+    ("sm90.fwd_sorted", BLOCK_MASK, stripes_are_as_many_as_rows),
     ("mma_sync.fwd", BY_NAME["mask_causal"], a_block_is_masked_if_the_one_above_is),
     ("sm90.bwd", BY_HEAD, rows_are_one_further),
     ("sm90.bwd", BLOCK_MASK, stripes_are_as_many_as_rows),
@@ -182,7 +188,7 @@ def test_kernels_without_a_fault_are_right(faultless, module, case):
     check(module, faultless[module], case)
 
 
-@pytest.mark.parametrize("module", ["sm90.fwd", "sm100.bwd"])
+@pytest.mark.parametrize("module", ["sm90.fwd_sorted", "sm100.bwd"])
 def test_a_bit_of_a_long_list_stands_for_several_blocks(tmp_path, monkeypatch, module):
     from jax_fa.kernels import dense_mask
 
@@ -203,14 +209,14 @@ def test_a_fault_is_noticed(tmp_path, monkeypatch, module, case, fault):
         for home in (dense_mask, dense_mask_columns):
             if hasattr(home, name):
                 monkeypatch.setattr(home, name, wrong)
-    family, operation = module.split(".")
+    family, operation = operation_of(module)
     key = replace(KEYS[family], head_dim=case.head_dim, value_dim=case.out_dim)
     built = build(tmp_path, module, key, CHOICES[operation](key), fault.__name__)
     with pytest.raises(AssertionError, match="error"):
         check(module, built, case)
 
 
-@pytest.mark.parametrize("module", ["mma_sync.fwd", "sm90.fwd", "sm90.bwd"])
+@pytest.mark.parametrize("module", ["mma_sync.fwd", "sm90.fwd_sorted", "sm90.bwd"])
 def test_a_block_behind_all_others_is_not_looked_up(tmp_path, monkeypatch, module):
     """Without the bound, that of a tile which segments leave nothing to visit is."""
     from jax_fa.kernels import dense_mask

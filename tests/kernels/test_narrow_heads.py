@@ -195,10 +195,11 @@ def rows_of_lse_end_where_tiles_do(monkeypatch):
 
 def half_of_the_columns_suffice(monkeypatch):
     """Heads of 40 columns are taken for heads of 32."""
-    from jax_fa.kernels.sm90 import depth
+    from jax_fa.kernels import fragments
 
-    right = depth.multiply
-    monkeypatch.setattr(depth, "multiply", lambda *x: right(*x[:-1], x[-1] - 8))
+    right = fragments.multiply_filled
+    wrong = lambda *x: right(*x[:-1], x[-1] - 8)  # noqa: E731
+    monkeypatch.setattr(fragments, "multiply_filled", wrong)
 
 
 def check(module, built):
@@ -259,7 +260,8 @@ def test_kernels_without_a_fault_are_right(tmp_path, module):
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 @pytest.mark.parametrize("mask", ["full", "causal", "general"])
 def test_hoppers_products_end_where_heads_do(tmp_path, mask):
-    built = made(tmp_path, "sm90.fwd", "none", mask)
+    module = "sm90.fwd_sorted" if mask == "general" else "sm90.fwd"
+    built = made(tmp_path, module, "none", mask)
     for head_dim in (8, 32, 40, 64):
         case = replace(NARROW, head_dim=head_dim, is_causal=mask == "causal")
         operands = make(case, "bfloat16").operands

@@ -49,6 +49,11 @@ CAUSAL = replace(KEY, mask="causal", is_small=True)
 TILES = Case("tiles", q_len=900, kv_len=300, heads=4, kv_heads=2, is_causal=True)
 
 
+def module_of(key):
+    """The module of a variant."""
+    return "sm90.fwd" if key == CAUSAL else "sm90.fwd_sorted"
+
+
 def find_fault(built, case=CASE):
     """Runs a kernel under several schedules until one finds its fault, and raises that."""
     operands = make(case, KEY.dtype).operands
@@ -59,13 +64,13 @@ def find_fault(built, case=CASE):
 
 
 def test_the_kernel_without_faults_passes(tmp_path):
-    built = prebuilt(tmp_path, "sm90.fwd", KEY, choose_forward(KEY))
+    built = prebuilt(tmp_path, module_of(KEY), KEY, choose_forward(KEY))
     for case in (CASE, LONG, WINDOW):
         find_fault(built, case)
 
 
 def test_the_causal_kernel_without_faults_passes(tmp_path):
-    find_fault(prebuilt(tmp_path, "sm90.fwd", CAUSAL, choose_forward(CAUSAL)), TILES)
+    find_fault(prebuilt(tmp_path, module_of(CAUSAL), CAUSAL, choose_forward(CAUSAL)), TILES)
 
 
 def nobody_waits_for_a_list(lists):
@@ -272,7 +277,7 @@ def find_in_faulty(tmp_path, monkeypatch, fault, home, error, case=CASE, key=KEY
         for module in (home, fwd_roles, fwd):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, wrong)
-    built = build(tmp_path, "sm90.fwd", key, choose_forward(key), fault.__name__)
+    built = build(tmp_path, module_of(key), key, choose_forward(key), fault.__name__)
     with pytest.raises(error):
         find_fault(built, case)
 
@@ -288,7 +293,7 @@ def test_blocks_that_a_mask_hides_are_masked_by_the_band_too(tmp_path, monkeypat
 
 def test_finders_that_do_not_wait_for_each_other_are_found(tmp_path):
     """One tells what there is to do before the others have written their part of the list."""
-    built = prebuilt(tmp_path, "sm90.fwd", KEY, choose_forward(KEY))
+    built = prebuilt(tmp_path, module_of(KEY), KEY, choose_forward(KEY))
     ptx, count = re.subn(r"bar(rier)?\.sync\s+\d+, 96;", "", built.ptx)
     assert count == 1
     with pytest.raises((AssertionError, UninitializedReadError)):

@@ -21,7 +21,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from jax_fa.kernels import edges, fragments, primitives
 from jax_fa.kernels.bias import Bias
-from jax_fa.kernels.sm90 import depth
 from jax_fa.kernels.sm90.bias_chunks import HALVES, UNIT_BYTES, UNIT_WORDS
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES
@@ -165,7 +164,7 @@ def multiply_halves(
     shape = mma.partition_shape_C((WGMMA_ROWS, cute.size(b, mode=[0])))
     parts = cute.make_tensor(scores.iterator, mma.make_fragment_C(shape).layout)
     operand = mma.make_fragment_B(mma.get_slice(0).partition_B(b))
-    depth.multiply(mma, parts, a, operand[None, None, None, index], columns)
+    fragments.multiply_filled(mma, parts, a, operand[None, None, None, index], columns)
 
 
 @cute.jit

@@ -9,9 +9,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from jax_fa.kernels import backward_rows, edges, primitives, softmax
+from jax_fa.kernels import backward_rows, edges, fragments, primitives, softmax
 from jax_fa.kernels.dbias_rows import add_products, exponentiate, hide
-from jax_fa.kernels.sm90 import bias_chunks, bias_product, depth
+from jax_fa.kernels.sm90 import bias_chunks, bias_product
 from jax_fa.kernels.sm90.bias_chunks import HALVES, UNIT_BYTES, UNIT_WORDS
 from jax_fa.kernels.sm90.dbias_steps import HIDES, block_at, kind_at, stats_at, work_at
 from jax_fa.kernels.sm90.dbias_work import DbiasConsumer, DbiasContext, DbiasPipes
@@ -40,7 +40,7 @@ def take_step(
     warpgroup.commit_group()
     dov_full = dov.wait_and_advance()
     place = (None, None, None, dov_full.index)
-    depth.multiply(c.s_mma, dp, c.dout[place], c.v[place], widths.v)
+    fragments.multiply_filled(c.s_mma, dp, c.dout[place], c.v[place], widths.v)
     stats, hides = stats_at(x, c, entry), kind_at(x, entry) == HIDES
     warpgroup.wait_group(1)
     qk_full.release()

@@ -26,7 +26,7 @@ from jax_fa.kernels.dbias_rows import (
 from jax_fa.kernels.dbias_work import Place, place_after
 from jax_fa.kernels.forward_work import Variant
 from jax_fa.kernels.fragment_rows import GROUP_ROWS
-from jax_fa.kernels.sm90 import bias_chunks, bias_product, dbias_product, depth
+from jax_fa.kernels.sm90 import bias_chunks, bias_product, dbias_product
 from jax_fa.kernels.sm90.dbias_steps import (
     BEGINS,
     ENDS,
@@ -271,7 +271,7 @@ def multiply(
 ) -> None:
     """Issues ``acc = A B^T`` for heads of so many columns."""
     if variant.key.head_dim == 64:
-        depth.multiply(c.s_mma, acc, a, b, columns)
+        fragments.multiply_filled(c.s_mma, acc, a, b, columns)
     else:
         fragments.multiply(c.s_mma, acc, a, b, False)
 

@@ -47,6 +47,7 @@ def kernel(
     plan, layouts, dtype = variant.plan, make_layouts(variant), variant.dtype
     stages, slots = (count(variant.key, variant.config) for count in (num_lists, step_slots))
     bias_halves = variant.bias.num_halves(variant) if variant.key.has_bias else 0
+    num_sorted = variant.sorter.MAX_BLOCKS if variant.sorter else 0
 
     @cute.struct
     class Storage:
@@ -57,6 +58,7 @@ def kernel(
         list_barriers: cute.struct.MemRange[Int64, 2 * stages]
         lists: cute.struct.MemRange[Int32, TOLD_WORDS * stages]
         steps: cute.struct.MemRange[Int32, slots]
+        sorted: cute.struct.MemRange[Int16, num_sorted]
         q: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.q)], 1024]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], 1024]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], 1024]
@@ -73,6 +75,7 @@ def kernel(
         zero_fill=storage.zero_fill.data_ptr(),
         lists=found,
         found=found[None, 0],
+        sorted=storage.sorted.get_tensor(cute.make_layout(num_sorted)) if num_sorted else None,
         steps=storage.steps.get_tensor(cute.make_layout(slots)) if slots else None,
     )
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -95,6 +98,8 @@ def kernel(
     cute.arch.sync_threads()
 
     x = ForwardContext(tma, arrays, scalars, order, smem, packing, granules, bias, ring, chunks)
+    if const_expr(num_sorted > 0):
+        variant.sorter.sort(variant, x)
     if const_expr(variant.is_general):
         if dense_mask.narrows(scalars, variant.lists_ahead):
             narrow_keys(variant, x, tile_at(variant, x, Int32(0)))

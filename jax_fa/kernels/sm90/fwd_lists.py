@@ -52,6 +52,7 @@ def find(variant: cutlass.Constexpr, x: ForwardContext) -> None:
 @cute.jit
 def make_list(variant: cutlass.Constexpr, x: ForwardContext, tile: tiles.Tile) -> None:
     """Writes a tile's list and work to ``smem.found``. Three warps do it together."""
+    tile = variant.sorter.in_order(x, tile) if variant.sorter else tile
     finders = variant.plan.role("find")
     is_first = cute.arch.thread_idx()[0] // edges.WARP == finders.warps.start
     if tile.is_valid:

@@ -26,7 +26,6 @@ from jax_fa.kernels.fragment_rows import (
     rows_of_thread,
     store_part,
 )
-from jax_fa.kernels.sm90 import depth
 from jax_fa.kernels.sm90.fwd_lists import anew, begin, next_tile, on_list, release
 from jax_fa.kernels.sm90.fwd_steps import next_step, step_after, tell
 from jax_fa.kernels.sm90.fwd_work import (
@@ -184,7 +183,7 @@ def score(
     rows = c.q if variant.config.q_in_registers else c.q[None, None, None, q_index]
     key = variant.key  # Float32 biases, D = 32, 32 x 384 tokens: 58 us, with the choice 59.
     if const_expr(key.head_dim == 64 and key.multiplies_bias == key.has_bias):
-        depth.multiply(c.qk, scores, rows, keys, cute.size(x.arrays.k, mode=[1]))
+        fragments.multiply_filled(c.qk, scores, rows, keys, cute.size(x.arrays.k, mode=[1]))
     else:
         fragments.multiply(c.qk, scores, rows, keys, False)
     is_odd = Boolean(False)

@@ -47,6 +47,7 @@ class ForwardSmem(NamedTuple):
     zero_fill: cute.Pointer  # one mbarrier, for ``loads.Detour``
     lists: cute.Tensor  # (TOLD_WORDS, stages) fwd_lists.py
     found: cute.Tensor  # (TOLD_WORDS,) one of the lists: segments.py, dense_mask.py
+    sorted: Any  # (MAX_BLOCKS,) fwd_order.py, or None where blocks are not sorted
     steps: Any  # (2 * stages,) fwd_steps.py, or None unless the mask is general
 
 
