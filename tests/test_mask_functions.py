@@ -139,6 +139,17 @@ def test_keys_are_evaluated_in_an_order_that_no_word_shows(count):
         np.testing.assert_array_equal(words[0, 0], masks.packed(array))
 
 
+def test_outside_jit_a_function_may_look_at_numbers():
+    """It is refused where it is traced; here, only the order of keys is settled by a trace."""
+
+    def function(batch, q_head, q_position, kv_position):
+        return jnp.asarray(np.asarray(kv_position <= q_position))
+
+    got = jax_fa.attention(*drawn(), mask_mod=function)
+    wanted = jax_fa.attention(*drawn(), is_causal=True)
+    np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6)
+
+
 def test_a_function_is_evaluated_anew_in_every_call():
     class Documents:
         ids = DOCUMENTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -116,13 +117,15 @@ def words(function: MaskFunction, at: Places) -> Array:
     pairs exists; where it does not, there is no array of more than ``PAIRS`` pairs. H200, us, 16384
     x 16384: chunks 82 (keys in their order 109), a prefix 90 (89), a table of blocks 116 (222).
     """
-    shape, kv_len = _shape(function, at), at.kv_position.shape[3]
     pack = masks.packed
     if _computes_on_keys(function, at):
+        pack = partial(masks.packed_spread, kv_len=at.kv_position.shape[3])
         # An array, or XLA computes the place of a key anew for each pair: a prefix took 783 us.
         keys = jax.lax.optimization_barrier(masks.spread(at.kv_position))
         at = at._replace(kv_position=keys)
-        pack = partial(masks.packed_spread, kv_len=kv_len)
+    if math.prod(np.broadcast_shapes(*(x.shape for x in at))) <= PAIRS:
+        return pack(evaluated(function, at))
+    shape = _shape(function, at)
     count = shape[2]
     rows = max(PAIRS // max(shape[0] * shape[1] * shape[3], 1), 1)
     if count <= rows:
@@ -160,7 +163,7 @@ def _shape(function: MaskFunction, at: Places) -> tuple[int, ...]:
 
 
 def _computes_on_keys(function: MaskFunction, at: Places) -> bool:
-    """Whether the function takes any keys, rather than to return an array of its own, or none."""
+    """Whether the function takes any keys; it may return an array of its own, or ignore them."""
     keys = at.kv_position
     doubled = at._replace(kv_position=jnp.concatenate([keys, keys], axis=3))
     try:
