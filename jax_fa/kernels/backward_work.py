@@ -42,7 +42,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from jax_fa.kernels import backward_rows, dense_mask, edges, segments, tiles
+from jax_fa.kernels import backward_rows, dense_mask, segments, tiles
 from jax_fa.kernels.dense_mask import DenseMask
 from jax_fa.kernels.unmasked import unmasked_blocks
 from jax_fa.spec.band import UNBOUNDED, Band, Blocks, Window, ceil_div
@@ -288,8 +288,7 @@ def narrow_rows(variant: cutlass.Constexpr, x: Any) -> None:
         first_key = seen.tile.block * config.block_kv
         keys = tiles.Stretch(first_key, first_key + config.block_kv)
         swept = tiles.Stretch(seen.blocks.start, seen.blocks.end)
-        warps = range(variant.plan.threads // edges.WARP)
-        sweep = dense_mask.Sweep(False, config.block_q, config.block_q, warps)
+        sweep = dense_mask.Sweep(False, config.block_q, config.block_q, variant.plan.warps)
         dense_mask.find_blocks(x.smem.found, scalars.mask, heads, keys, swept, sweep)
 
 
@@ -303,8 +302,8 @@ def _find_segment_rows(
     keys = scalars.kv_segments + (tile.batch * scalars.sequences.rows.own + span.own_start)
     rows = scalars.q_segments + (tile.batch * scalars.sequences.rows.swept + span.swept_start)
     first_key = tile.block * config.block_kv
-    wanted = segments.lowest_and_highest(keys, first_key, window.kv_len - 1, config.block_kv)
-    segments.scan(x.smem.found, rows, searched, wanted, variant.plan.threads)
+    wanted = segments.ids_of(keys, first_key, window.kv_len - 1, config.block_kv)
+    segments.scan(x.smem.found, rows, searched, wanted, variant.plan.warps)
 
 
 def first_step(work: Work, parity: Int32) -> Step:

@@ -69,13 +69,9 @@ def is_present(mask: DenseMask) -> Boolean:
     return tiles.is_present(mask.words)
 
 
-def narrows(scalars: Any, lists_ahead: bool = False) -> Boolean:
-    """Whether a CTA finds out, before its roles start, which blocks of its tile to visit.
-
-    It does for segments, and for a mask, unless a role makes lists ahead.
-    """
-    has_segments = tiles.is_present(scalars.q_segments)
-    return has_segments if lists_ahead else has_segments | is_present(scalars.mask)
+def narrows(scalars: Any) -> Boolean:
+    """Whether segments or a mask say which blocks a tile visits."""
+    return tiles.is_present(scalars.q_segments) | is_present(scalars.mask)
 
 
 def of_head(mask: DenseMask, batch: Int32, head: Int32) -> Int32:

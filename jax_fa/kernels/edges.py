@@ -156,6 +156,11 @@ class Plan:
         return sum(2 * edge.stages for edge in before)
 
     @property
+    def warps(self) -> range:
+        """Warps of a CTA."""
+        return range(self.threads // WARP)
+
+    @property
     def threads(self) -> int:
         """Threads of a CTA."""
         return sum(role.threads for role in self.roles)

@@ -138,8 +138,8 @@ def forward_order(variant: cutlass.Constexpr, call: ForwardCall, packing: Any = 
                 num_ctas = num_tiles
     else:
         num_ctas = num_tiles
-    if const_expr(variant.is_general):
-        if dense_mask.narrows(call.scalars, variant.lists_ahead):
+    if const_expr(variant.is_general and not variant.lists_ahead):
+        if dense_mask.narrows(call.scalars):
             num_ctas = num_tiles
     return tiles.Grid(order, num_ctas)
 

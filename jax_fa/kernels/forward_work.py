@@ -36,7 +36,7 @@ class Variant(NamedTuple):
 
     @property
     def lists_ahead(self) -> bool:
-        """Whether a role makes the lists of a dense mask ahead of the tiles that use them."""
+        """Whether a role finds what tiles visit ahead of those that use it."""
         return any(edge.producer == "find" for edge in self.plan.edges)
 
     @property
@@ -122,8 +122,9 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
             tile = tiles.one_per_cta(x.order, slot)
     else:
         tile = tiles.longest_first(x.order, slot)
-        if dense_mask.narrows(x.scalars, variant.lists_ahead):
-            tile = tiles.one_per_cta(x.order, slot)
+        if const_expr(not variant.lists_ahead):
+            if dense_mask.narrows(x.scalars):
+                tile = tiles.one_per_cta(x.order, slot)
     return tile
 
 
@@ -234,23 +235,29 @@ def batch_of_part(variant: Variant, x: Any, work: Work) -> Int32:
 
 
 @cute.jit
-def narrow_keys(variant: cutlass.Constexpr, x: Any, tile: tiles.Tile) -> None:
-    """Narrows the only tile's keys by segments and mask, in ``smem.found``. All threads call."""
+def narrow_keys(
+    variant: cutlass.Constexpr, x: Any, tile: tiles.Tile, warps: cutlass.Constexpr[range]
+) -> None:
+    """Narrows a tile's keys by segments and mask, in ``smem.found``. All of ``warps`` call."""
     scalars, config = x.scalars, variant.config
     span = span_of(variant, x, tile)
     blocks = seen_from(variant, x, span).blocks
-    end = cutlass.min(blocks.end * config.block_kv, span.swept_len)
-    searched = tiles.Stretch(blocks.start * config.block_kv, end)
     if tiles.is_present(scalars.q_segments):
-        _find_segment_keys(variant, x, tile, span, searched)
-    if const_expr(not variant.lists_ahead):
-        if dense_mask.is_present(scalars.mask):
-            warps = range(variant.plan.threads // edges.WARP)
-            list_blocks(variant, x, tile, span, blocks, warps)
+        rows, last = scalars.sequences.rows, span.own_slot - 1
+        if const_expr(config.packs_heads):
+            last = cutlass.min(last, span.first_row + x.packing.positions - 1)
+        own = scalars.q_segments + (tile.batch * rows.own + span.own_start)
+        wanted = segments.ids_of(own, span.first_row, last, config.block_q)
+        keys = scalars.kv_segments + (tile.batch * rows.swept + span.swept_start)
+        end = cutlass.min(blocks.end * config.block_kv, span.swept_len)
+        searched = tiles.Stretch(blocks.start * config.block_kv, end)
+        segments.scan(x.smem.found, keys, searched, wanted, warps)
+    if dense_mask.is_present(scalars.mask):
+        _list_blocks(variant, x, tile, span, blocks, warps)
 
 
 @cute.jit
-def list_blocks(
+def _list_blocks(
     variant: cutlass.Constexpr,
     x: Any,
     tile: tiles.Tile,
@@ -270,21 +277,6 @@ def list_blocks(
     swept = tiles.Stretch(blocks.start, blocks.end)
     sweep = dense_mask.Sweep(True, config.block_kv, config.block_q, warps)
     dense_mask.find_blocks(x.smem.found, scalars.mask, heads, rows, swept, sweep)
-
-
-@cute.jit
-def _find_segment_keys(
-    variant: cutlass.Constexpr, x: Any, tile: tiles.Tile, span: tiles.Span, searched: tiles.Stretch
-) -> None:
-    """Finds which of the keys ``searched`` share a segment with the tile."""
-    scalars, sequences, config = x.scalars, x.scalars.sequences, variant.config
-    rows = scalars.q_segments + (tile.batch * sequences.rows.own + span.own_start)
-    keys = scalars.kv_segments + (tile.batch * sequences.rows.swept + span.swept_start)
-    last = span.own_slot - 1
-    if const_expr(config.packs_heads):
-        last = cutlass.min(last, span.first_row + x.packing.positions - 1)
-    wanted = segments.lowest_and_highest(rows, span.first_row, last, config.block_q)
-    segments.scan(x.smem.found, keys, searched, wanted, variant.plan.threads)
 
 
 def row_of_tile(variant: Variant, x: Any, work: Work, row: Int32) -> tiles.RowAt:

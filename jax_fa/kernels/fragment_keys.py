@@ -17,6 +17,7 @@ from jax_fa.kernels import (
     fragment_softmax,
     fragments,
     primitives,
+    segments,
     tiles,
 )
 from jax_fa.kernels.backward_rows import Destination
@@ -120,46 +121,41 @@ def differentiate(delta: cute.Tensor, slope: cute.Tensor, dp: cute.Tensor):
 @cute.jit
 def mask_block(variant: cutlass.Constexpr, x: Any, c: Any, work: Work, at: Step):
     """Sets the scores of pairs that band, segments or a dense mask hide to -inf."""
-    config, window = variant.config, work.window
+    config, window, thread = variant.config, work.window, primitives.opaque(c.thread)
     first_key = work.tile.block * config.block_kv + c.first_key
     first_column = at.q_block * config.block_q + c.first_query
-    first_column = first_column + fragments.first_column(c.thread)
-    visible = []
+    first_column = first_column + fragments.first_column(thread)
     for r in cutlass.range_constexpr(fragments.ROWS):
-        key = first_key + fragments.row_in_tile(c.thread) + 8 * r
+        key = first_key + fragments.row_in_tile(thread) + 8 * r
         rows = row_range(window, key, tiles.EXTREMES)
-        end = rows.hi if key < window.kv_len else 0
-        visible.append(tiles.Stretch(rows.lo - first_column, end - first_column))
-    fragment_softmax.mask(c.s, visible, two_sided=True)
+        seen = tiles.Stretch(rows.lo, Int32(rows.hi if key < window.kv_len else 0))
+        if const_expr(variant.is_general):
+            if tiles.is_present(x.scalars.q_segments):
+                seen = segments.within_run(x.smem.found, segment_of(x, work, key), seen)
+        start, end = seen.start - first_column, seen.end - first_column
+        fragment_softmax.mask_row(c.s, r, start, end, two_sided=True)
     if const_expr(variant.is_general):
         if tiles.is_present(x.scalars.q_segments):
-            mask_segments(x, c, work, first_key, first_column)
+            if not segments.are_runs(x.smem.found):
+                own = first_key + fragments.row_in_tile(thread)
+                first = work.tile.batch * x.scalars.sequences.rows.swept + work.q_start
+                fragment_softmax.mask_segments(
+                    c.s,
+                    [segment_of(x, work, own + 8 * r) for r in range(fragments.ROWS)],
+                    x.scalars.q_segments + (first + first_column),
+                    window.q_len - 1 - first_column,
+                )
         if dense_mask.is_present(x.scalars.mask):
             if dense_mask.hides(x.smem.found, at.q_block):
-                first = at.q_block * config.block_q + c.first_query
-                mask_by_columns(x, c, work, at.head, first_key, first)
+                first_query = at.q_block * config.block_q + c.first_query
+                mask_by_columns(x, c, work, at.head, first_key, first_query)
 
 
-@cute.jit
-def mask_segments(x: Any, c: Any, work: Work, first_key: Int32, first_column: Int32):
-    """Sets the scores of pairs of different segments to -inf.
-
-    Args:
-        x: the context.
-        c: the consumer.
-        work: its tile.
-        first_key: key of the consumer's first row of scores.
-        first_column: query of this thread's first column.
-    """
-    sequences, last_key = x.scalars.sequences, work.window.kv_len - 1
-    key_ids = x.scalars.kv_segments + (work.tile.batch * sequences.rows.own + work.kv_start)
-    own = first_key + fragments.row_in_tile(c.thread)
-    row_ids = [
-        tiles.element(key_ids, cutlass.min(own + 8 * r, last_key)) for r in range(fragments.ROWS)
-    ]
-    row = work.tile.batch * sequences.rows.swept + work.q_start + first_column
-    last = work.window.q_len - 1 - first_column
-    fragment_softmax.mask_segments(c.s, row_ids, x.scalars.q_segments + row, last)
+def segment_of(x: Any, work: Work, key: Int32) -> Int32:
+    """The segment of a key of the tile, or of the last one."""
+    first = work.tile.batch * x.scalars.sequences.rows.own + work.kv_start
+    key = cutlass.min(key, work.window.kv_len - 1)
+    return tiles.element(x.scalars.kv_segments + first, key)
 
 
 @cute.jit

@@ -157,20 +157,24 @@ def scale_rows(acc: cute.Tensor, factors: cute.Tensor) -> None:
 
 
 @cute.jit
-def mask(acc: cute.Tensor, rows: list, two_sided: cutlass.Constexpr[bool]) -> None:
-    """Sets the scores outside each row's ``Stretch`` of visible columns to -inf.
+def mask_row(
+    acc: cute.Tensor,
+    row: cutlass.Constexpr[int],
+    start: Int32,
+    end: Int32,
+    two_sided: cutlass.Constexpr[bool],
+) -> None:
+    """Sets the scores of a row outside its columns ``start`` to ``end - 1`` to -inf.
 
     Columns count from this thread's first; without ``two_sided``, all before a visible one are
     visible. ``select_``: of a conditional expression, the DSL would trace both sides twice.
     """
     scores = by_row(acc)
-    for row in cutlass.range_constexpr(ROWS):
-        for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            column = column_of(i)
-            is_visible = column < rows[row].end
-            if cutlass.const_expr(two_sided):
-                is_visible = is_visible & (column >= rows[row].start)
-            scores[row, i] = cutlass.select_(is_visible, scores[row, i], -Float32.inf)
+    for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        is_visible = column_of(i) < end
+        if cutlass.const_expr(two_sided):
+            is_visible = is_visible & (column_of(i) >= start)
+        scores[row, i] = cutlass.select_(is_visible, scores[row, i], -Float32.inf)
 
 
 @cute.jit

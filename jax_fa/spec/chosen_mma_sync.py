@@ -67,8 +67,16 @@ def mma_sync_forward(key: KernelKey) -> MmaSyncForward:
     if key.head_dim <= 64:
         if key.mask != "general":
             return _one_stage(128, packs_heads=packs_heads, opt_level=1)
-        # H100 (sm_90 build): a branch takes 4 to 6 % less time. With D = 128, 8 bytes spill.
-        return MmaSyncForward(64, q_in_registers=True, packs_heads=packs_heads, branches_steps=True)
+        # H100 (sm_90 build): a branch takes 4 to 6 % less time. With D = 128, 8 bytes spill, and
+        # so they do with a soft cap, if the compiler carries pairs and optimises more.
+        opt_level = 1 if key.has_soft_cap and _carries_pairs(key) else 3
+        return MmaSyncForward(
+            64,
+            q_in_registers=True,
+            packs_heads=packs_heads,
+            branches_steps=True,
+            opt_level=opt_level,
+        )
     if key.head_dim <= 96:
         return _one_stage(64, packs_heads=packs_heads)
     is_roomy = _is_roomy(key)

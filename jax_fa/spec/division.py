@@ -71,5 +71,5 @@ LIST_WORDS = 32
 """Words of each part of a tile's list of blocks (``kernels/dense_mask.py``). A bit stands for one
 block up to 1024 blocks, else for a power of two of them: enough for the longest sequence."""
 
-FOUND_WORDS = 4 + 1 + 2 * LIST_WORDS
-"""Words of shared memory for what segments (4 words) and a mask tell about a tile."""
+FOUND_WORDS = 8 + 1 + 2 * LIST_WORDS
+"""Words of shared memory for what segments (8 words) and a mask tell about a tile."""

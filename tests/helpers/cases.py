@@ -321,6 +321,8 @@ def _self(name: str, length: int, **more: Any) -> Case:
     return Case(name, q_len=length, kv_len=length, **more)
 
 
+_RETURNING: Ints = (*[1] * 90, *[2] * 80, *[1] * 70, *[2] * 90)
+_ONE_AND_THREE: Ints = (*[1] * 50, *[3] * 50)
 _GQA: dict[str, Any] = {"heads": 6, "kv_heads": 2}
 _SMALL: dict[str, Any] = {"head_dim": 32}
 _EVERYTHING: dict[str, Any] = {
@@ -441,6 +443,18 @@ CASES: tuple[Case, ...] = (
         "segments_interleaved",
         96,
         segments=(tuple(i % 3 for i in range(96)), tuple(i % 4 for i in range(96))),
+    ),
+    _self("segments_that_return", 330, segments=(_RETURNING, _RETURNING)),
+    Case(
+        "segments_between", q_len=100, kv_len=130, segments=(_ONE_AND_THREE, documents(40, 30, 60))
+    ),
+    _self(
+        "segments_of_many_tiles",
+        700,
+        heads=4,
+        kv_heads=2,
+        is_causal=True,
+        segments=(documents(90, 410, 200), documents(90, 410, 200)),
     ),
     _self(
         "segments_and_lengths",

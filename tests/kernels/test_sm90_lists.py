@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from helpers.cases import Case, Dense, make
+from helpers.cases import BY_NAME, Case, Dense, make
 from helpers.oracle import assert_close, tolerance
 from helpers.recording import build, needs_compiler, needs_dsl, prebuilt
 from test_split_keys import run
@@ -32,6 +32,10 @@ WINDOW = Case(
     "window", 1, 300, 300, heads=1, kv_heads=1, window=(90, 9), dense=Dense("random", "TS")
 )
 """Blocks of which both the band and the mask hide pairs."""
+SEGMENTS = BY_NAME["segments_of_many_tiles"]
+FEW_KEYS = (*[9] * 32, *[5] * 32, *[9] * 32)
+SPOT = Case("spot", q_len=900, kv_len=96, segments=((5,) * 900, FEW_KEYS))
+"""Keys that only the second of the warps that find looks at."""
 LOAD, FIND, CONSUME = 0, 1, 4
 SCHEDULES = tuple(
     Options(completion, starved=starved, max_segments=400_000)
@@ -291,10 +295,12 @@ def test_blocks_that_a_mask_hides_are_masked_by_the_band_too(tmp_path, monkeypat
     find_in_faulty(tmp_path, monkeypatch, no_band, fwd_roles, AssertionError, WINDOW)
 
 
-def test_finders_that_do_not_wait_for_each_other_are_found(tmp_path):
-    """One tells what there is to do before the others have written their part of the list."""
+@pytest.mark.parametrize(("number", "case"), [(0, SEGMENTS), (1, SPOT), (1, LONG)], ids=str)
+def test_finders_that_do_not_wait_for_each_other_are_found(tmp_path, number, case):
+    """Words are reset before the first barrier, and must be written before the second."""
     built = prebuilt(tmp_path, module_of(KEY), KEY, choose_forward(KEY))
-    ptx, count = re.subn(r"bar(rier)?\.sync\s+\d+, 96;", "", built.ptx)
-    assert count == 1
-    with pytest.raises((AssertionError, UninitializedReadError)):
-        find_fault(built._replace(ptx=ptx), LONG)
+    barriers = list(re.finditer(r"bar(rier)?\.sync\s+\d+, 96;", built.ptx))
+    assert len(barriers) == 2
+    start, end = barriers[number].span()
+    with pytest.raises((AssertionError, EmulationError, UninitializedReadError)):
+        find_fault(built._replace(ptx=built.ptx[:start] + built.ptx[end:]), case)

@@ -30,8 +30,10 @@ CASE = Case("order", q_len=900, kv_len=500, heads=4, kv_heads=2, dense=Dense("bl
 TIES = Case("ties", q_len=900, kv_len=900, heads=1, kv_heads=1, dense=Dense("documents"))
 """Blocks that have as much to do as each other."""
 SEGMENTS = BY_NAME["mask_blocks_and_segments"]
-"""A CTA for each tile, which scans its segments before it finds out what there is to do."""
+BATCHES = Case("batches", 2, 900, 900, heads=2, kv_heads=2)
 NUM_BLOCKS = ceil_div(CASE.q_len, CONFIG.block_q)
+LONG = ((1, 2), (2, 3))
+"""For each of two batches, blocks that share a segment."""
 COSTLY = (1, 3)
 """Blocks that the mask of ``blocks_in_last_places`` shows most to."""
 
@@ -47,6 +49,18 @@ def check(built, case):
 
 def blocks_in_last_places(tmp_path, monkeypatch, name, heads=1):
     """The blocks that a kernel computes if it takes the last two places for all others."""
+    built = take_last_places(tmp_path, monkeypatch, name)
+    block = np.arange(CASE.q_len) // CONFIG.block_q
+    shown = np.where(np.isin(block, COSTLY), 400 - block, 50 + 60 * block)
+    mask = np.repeat((np.arange(CASE.kv_len) < shown[:, None])[None, None], heads, axis=1)
+    words, cells = packed(mask, CASE.q_len, CASE.kv_len)
+    operands = make(CASE, KEY.dtype).operands._replace(mask_words=words, mask_map=cells)
+    got = run(built, operands, CASE.semantics, num_splits=1, seed=1)
+    return {*block[np.isfinite(got.lse).all(axis=(0, 2))]}
+
+
+def take_last_places(tmp_path, monkeypatch, name):
+    """A kernel that computes no blocks but those in the last two places."""
     from jax_fa.kernels.sm90 import fwd_order
 
     right = fwd_order.in_order
@@ -56,14 +70,23 @@ def blocks_in_last_places(tmp_path, monkeypatch, name, heads=1):
         return right(x, tile._replace(block=place))
 
     monkeypatch.setattr(fwd_order, "in_order", wrong)
-    built = build(tmp_path, "sm90.fwd_sorted", KEY, CONFIG, name)
-    block = np.arange(CASE.q_len) // CONFIG.block_q
-    shown = np.where(np.isin(block, COSTLY), 400 - block, 50 + 60 * block)
-    mask = np.repeat((np.arange(CASE.kv_len) < shown[:, None])[None, None], heads, axis=1)
-    words, cells = packed(mask, CASE.q_len, CASE.kv_len)
-    operands = make(CASE, KEY.dtype).operands._replace(mask_words=words, mask_map=cells)
-    got = run(built, operands, CASE.semantics, num_splits=1, seed=1)
-    return {*block[np.isfinite(got.lse).all(axis=(0, 2))]}
+    return build(tmp_path, "sm90.fwd_sorted", KEY, CONFIG, name)
+
+
+def blocks_of_batches(tmp_path, monkeypatch, name, by):
+    """For two batches, the blocks in the last two places by segments or by a mask: ``LONG``."""
+    built = take_last_places(tmp_path, monkeypatch, name)
+    block = np.arange(BATCHES.q_len) // CONFIG.block_q
+    ids = np.stack([np.where(np.isin(block, costly), 5, 10 + block) for costly in LONG])
+    ids, operands = ids.astype(np.int32), make(BATCHES, KEY.dtype).operands
+    if by == "segments":
+        operands = operands._replace(q_segments=ids, kv_segments=ids)
+    else:
+        mask = ids[:, None, :, None] == ids[:, None, None, :]
+        words, cells = packed(mask, BATCHES.q_len, BATCHES.kv_len)
+        operands = operands._replace(mask_words=words, mask_map=cells)
+    got = run(built, operands, BATCHES.semantics, num_splits=1, seed=1)
+    return [{*block[computed]} for computed in np.isfinite(got.lse).all(axis=2)]
 
 
 @pytest.mark.parametrize("case", [CASE, TIES, SEGMENTS], ids=str)
@@ -74,6 +97,42 @@ def test_the_kernel_without_faults_passes(tmp_path, case):
 def test_blocks_with_the_most_to_do_come_last(tmp_path, monkeypatch):
     """The walk goes from the last place to the first."""
     assert blocks_in_last_places(tmp_path, monkeypatch, "sorted") == {*COSTLY}
+
+
+@pytest.mark.parametrize("by", ["segments", "mask"])
+def test_each_batch_has_an_order_of_its_own(tmp_path, monkeypatch, by):
+    found = blocks_of_batches(tmp_path, monkeypatch, "batches", by)
+    assert found == [{*blocks} for blocks in LONG]
+
+
+def the_first_batch_is_counted(order):
+    """A block is sorted by what that of another batch has to do."""
+    right = order._share_of_cost
+    return {"_share_of_cost": lambda variant, x, batch, block: right(variant, x, batch * 0, block)}
+
+
+def the_order_of_the_first_batch_is_taken(order):
+    """A block is in the place of that of another batch."""
+    right = order.in_order
+
+    def wrong(x, tile):
+        return right(x, tile._replace(batch=tile.batch * 0))._replace(batch=tile.batch)
+
+    return {"in_order": wrong}
+
+
+BATCH_FAULTS = [the_first_batch_is_counted, the_order_of_the_first_batch_is_taken]
+
+
+@pytest.mark.parametrize("by", ["segments", "mask"])
+@pytest.mark.parametrize("fault", BATCH_FAULTS)
+def test_the_order_of_another_batch_is_noticed(tmp_path, monkeypatch, fault, by):
+    from jax_fa.kernels.sm90 import fwd_order
+
+    for name, wrong in fault(fwd_order).items():
+        monkeypatch.setattr(fwd_order, name, wrong)
+    found = blocks_of_batches(tmp_path, monkeypatch, fault.__name__, by)
+    assert found != [{*blocks} for blocks in LONG]
 
 
 @pytest.mark.parametrize("is_by_head", [False, True])
@@ -91,13 +150,13 @@ def test_blocks_stay_in_their_places(tmp_path, monkeypatch, is_by_head):
 def blocks_are_sorted_the_other_way(order):
     """That with the least to do comes last."""
     right = order._place
-    return {"_place": lambda costs, block, count: count - 1 - right(costs, block, count)}
+    return {"_place": lambda *at: at[-1] - 1 - right(*at)}
 
 
 def the_next_block_is_counted(order):
     """A block is sorted by what another has to do."""
     right = order._shown_cells
-    return {"_shown_cells": lambda variant, x, block: right(variant, x, block + 1)}
+    return {"_shown_cells": lambda *at: right(*at[:-1], at[-1] + 1)}
 
 
 @pytest.mark.parametrize("fault", [blocks_are_sorted_the_other_way, the_next_block_is_counted])

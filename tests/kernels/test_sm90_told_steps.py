@@ -39,19 +39,19 @@ CASES = (
 )
 
 FAULTS = {
-    "a step is not told": (r"st\.shared\.v4\.b32\s+\[%r\d+\+496\][^;]*;", "", 1),
+    "a step is not told": (r"st\.shared\.v4\.b32\s+\[%r\d+\+512\][^;]*;", "", 1),
     "steps have fewer slots than those in work": (r"(and\.b32\s+%r\d+, %r\d+), 48;", r"\1, 16;", 7),
     "whether pairs are hidden is not told": (
-        r"or\.b32(\s+%r\d+, %r\d+), %r\d+;(?=\s+st\.shared\.v4\.b32\s+\[%r\d+\+496\])",
+        r"or\.b32(\s+%r\d+, %r\d+), %r\d+;(?=\s+st\.shared\.v4\.b32\s+\[%r\d+\+512\])",
         r"or.b32\1, 0;",
         1,
     ),
     "dQ goes to another head": (
-        r"ld\.shared\.v2\.b32\s+\{(%r\d+), (%r\d+)\}, (\[%r\d+\+496\]);",
+        r"ld\.shared\.v2\.b32\s+\{(%r\d+), (%r\d+)\}, (\[%r\d+\+512\]);",
         r"ld.shared.v2.b32 {\1, \2}, \3; xor.b32 \2, \2, 1;",
         1,
     ),
-    "masks look at another block": (r"(ld\.shared\.b32\s+%r\d+, \[%r\d+)\+504\]", r"\1+500]", 2),
+    "masks look at another block": (r"(ld\.shared\.b32\s+%r\d+, \[%r\d+)\+520\]", r"\1+516]", 2),
     "roles do not wait for the tile's work": (
         r"bar\.sync\s+0;(?=(?:(?!bar\.sync)[\s\S])*?setmaxnreg)",
         "",

@@ -60,6 +60,7 @@ class DbiasSmem(NamedTuple):
     dout: Int32
     words: cute.Tensor  # (4, threads, block_kv / 8): each thread keeps the bias of its own scores
     columns: cute.Tensor  # (block_kv, warps): each warp's sums over its rows
+    found: None = None  # nobody scans for segments
 
 
 class DbiasContext(NamedTuple):

@@ -69,4 +69,4 @@ def tile_of_cta(order: CtaOrder) -> tiles.Tile:
 @cute.jit
 def narrow_keys_of_cta(variant: cutlass.Constexpr, x: Any) -> None:
     """``narrow_keys`` of its tile."""
-    narrow_keys(variant, x, tile_of_cta(x.order))
+    narrow_keys(variant, x, tile_of_cta(x.order), variant.plan.warps)

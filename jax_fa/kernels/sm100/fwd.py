@@ -78,7 +78,7 @@ def make_layouts(variant: Variant) -> Layouts:
 @cute.jit
 def narrow_own_keys(variant: cutlass.Constexpr, x: ForwardContext) -> None:
     """``narrow_keys`` of the CTA's only tile."""
-    narrow_keys(variant, x, tile_at(variant, x, Int32(0)))
+    narrow_keys(variant, x, tile_at(variant, x, Int32(0)), variant.plan.warps)
 
 
 @cute.kernel

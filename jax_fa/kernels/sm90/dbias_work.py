@@ -47,6 +47,7 @@ class DbiasSmem(NamedTuple):
     odd: Any  # (1 + consumers,) ``bias_product.write_factors``, or None likewise
     steps: cute.Tensor  # (STEP_WORDS, step_stages)
     stats: cute.Tensor  # (STATISTICS, block_q, step_stages)
+    found: None = None  # nobody scans for segments
 
 
 class DbiasContext(NamedTuple):

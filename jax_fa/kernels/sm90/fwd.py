@@ -21,9 +21,9 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from jax_fa.kernels import dense_mask, edges, primitives, segments, tiles
+from jax_fa.kernels import edges, primitives, tiles
 from jax_fa.kernels.forward_host import ForwardCall, forward_arrays, forward_entry, forward_order
-from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant, narrow_keys, tile_at
+from jax_fa.kernels.forward_work import Arrays, Scalars, Tma, Variant
 from jax_fa.kernels.sm90.fwd_lists import find
 from jax_fa.kernels.sm90.fwd_roles import consume, load
 from jax_fa.kernels.sm90.fwd_work import ForwardContext, ForwardPipes, ForwardSmem, make_layouts
@@ -84,7 +84,6 @@ def kernel(
         if const_expr(variant.is_general):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.zero_fill, 1)
-                segments.reset(smem.found)
     q_in, q_out = edges.make_edge(plan, "q", storage.q_barriers.data_ptr())
     k_in, k_out = edges.make_edge(plan, "k", storage.k_barriers.data_ptr())
     v_in, v_out = edges.make_edge(plan, "v", storage.v_barriers.data_ptr())
@@ -100,10 +99,6 @@ def kernel(
     x = ForwardContext(tma, arrays, scalars, order, smem, packing, granules, bias, ring, chunks)
     if const_expr(num_sorted > 0):
         variant.sorter.sort(variant, x)
-    if const_expr(variant.is_general):
-        if dense_mask.narrows(scalars, variant.lists_ahead):
-            narrow_keys(variant, x, tile_at(variant, x, Int32(0)))
-            cute.arch.sync_threads()
     if warp < plan.role("consume").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
         if warp == 0:

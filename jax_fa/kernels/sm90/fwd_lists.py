@@ -13,13 +13,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 from cutlass.pipeline import PipelineAsync, PipelineState
 
-from jax_fa.kernels import dense_mask, edges, primitives, tiles
+from jax_fa.kernels import dense_mask, edges, primitives, segments, tiles
 from jax_fa.kernels.forward_work import (
     Variant,
     Work,
-    list_blocks,
-    seen_from,
-    span_of,
+    narrow_keys,
     tile_at,
     work_on,
 )
@@ -57,10 +55,12 @@ def make_list(variant: cutlass.Constexpr, x: ForwardContext, tile: tiles.Tile) -
     is_first = cute.arch.thread_idx()[0] // edges.WARP == finders.warps.start
     if tile.is_valid:
         if const_expr(variant.is_general):
-            if dense_mask.is_present(x.scalars.mask):
-                span = span_of(variant, x, tile)
-                blocks = seen_from(variant, x, span).blocks
-                list_blocks(variant, x, tile, span, blocks, finders.warps)
+            if dense_mask.narrows(x.scalars):
+                if is_first:
+                    with cute.arch.elect_one():
+                        segments.reset(x.smem.found)
+                primitives.meet(variant, "made")
+                narrow_keys(variant, x, tile, finders.warps)
                 primitives.meet(variant, "made")
         if is_first:
             work = work_on(variant, x, tile)
