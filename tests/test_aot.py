@@ -354,6 +354,7 @@ def test_compiling_leaves_object_header_ptx_table_and_report(compiled):
     (record,) = json.loads((out / "report.json").read_text())["variants"]
     (kernel,) = record["kernels"]
     assert record["object_bytes"] == (out / "fwd_sm90_bf16_d64_full.o").stat().st_size < 1 << 20
+    assert kernel["name"] == "kernel_cutlass_kernel_fwd_sm90_bf16_d64_full_0"
     assert kernel["stack_bytes"] == 0
     assert 0 < record["dynamic_shared_bytes"][0] <= 227 * 1024
     assert 0 < kernel["registers"] <= 255

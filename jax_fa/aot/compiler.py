@@ -73,7 +73,7 @@ MAX_OPT_LEVEL = 3
 _PACKAGE = Path(__file__).parents[1]
 _FAMILIES = _PACKAGE / "spec" / "arch.py"
 _CHOICES = {"fwd": "choose_forward", "bwd": "choose_backward", "dbias": "choose_dbias"}
-_FORMAT = 2  # of cache entries; raised when this file would make others of the same inputs
+_FORMAT = 3  # of cache entries; raised when this file would make others of the same inputs
 _CACHE_DAYS = 30
 
 
@@ -200,6 +200,7 @@ def compile_variant(jobs: Sequence[Job]) -> None:
 
     _preload_runtime()
     variant = jobs[0].variant
+    _name_kernels(variant.name)
     start = time.perf_counter()
     module = importlib.import_module(f"jax_fa.kernels.{variant.module}")
     chosen = choose_config(variant)
@@ -249,6 +250,19 @@ def _preload_runtime() -> None:
 
     for library in CuTeDSL._get_dsl().get_shared_libs():
         ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+
+
+def _name_kernels(name: str) -> None:
+    """Makes the DSL name kernels of this process after their functions and ``name``.
+
+    It would write out their arguments instead: 180 characters, in up to twenty places of a cubin.
+    """
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    def mangle_name(_dsl: Any, function: str, _arguments: Any, _signature: Any) -> str:
+        return f"cutlass_{function}_{name}"
+
+    CuTeDSL.mangle_name = mangle_name
 
 
 def entry_symbol(variant: Variant, header: str) -> str:

@@ -32,7 +32,7 @@ from jax_fa.spec.variants import BY_NAME, Variant
 
 
 def without_names(ptx: str) -> str:
-    """PTX with numbers for the names of its kernels, which spell the target, and any target."""
+    """PTX with numbers for the names of its kernels, which spell the family, and any target."""
     return re.sub(r"^\.target .*$", ".target", compare.without_names(ptx), flags=re.M)
 
 
