@@ -326,14 +326,26 @@ def test_the_part_of_a_device_has_a_kernel_of_its_own(q_len, kernel):
     assert kernels == [kernel]
 
 
+def readelf(*options):
+    """What readelf tells of the extension, in lines as wide as need be."""
+    program = shutil.which("readelf")
+    if program is None:
+        pytest.skip("needs readelf")
+    command = [program, *options, "--wide", _jax_fa.__file__]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def test_no_symbol_is_bound_after_loading():
     """-z now: the table of addresses is read-only from then on (-z relro)."""
-    readelf = shutil.which("readelf")
-    if readelf is None:
-        pytest.skip("needs readelf")
-    command = [readelf, "--dynamic", "--program-headers", "--wide", _jax_fa.__file__]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = readelf("--dynamic", "--program-headers")
     assert "BIND_NOW" in text and "GNU_RELRO" in text
+
+
+def test_nothing_is_exported_but_the_entry():
+    """Objects of GPU kernels define many global symbols, for a loader of their compiler's own."""
+    symbols = [line.split() for line in readelf("--dyn-syms").splitlines()]
+    defined = [x[7] for x in symbols if len(x) == 8 and x[0][:-1].isdigit() and x[6] != "UND"]
+    assert defined == ["PyInit__jax_fa"]
 
 
 def test_only_bindings_uses_the_ffi():
