@@ -17,6 +17,7 @@ from test_split_keys import run
 from jax_fa.emulator.faults import UninitializedReadError
 from jax_fa.spec.band import ceil_div
 from jax_fa.spec.config import choose_forward
+from jax_fa.spec.variants import VARIANTS
 
 pytestmark = [
     needs_dsl,
@@ -185,3 +186,13 @@ def test_what_is_not_yet_written_is_awaited(tmp_path, number):
     found = list(re.finditer(r"bar\.sync\s+0;", built.ptx))[number]
     with pytest.raises(UninitializedReadError):
         check(built._replace(ptx=built.ptx[: found.start()] + built.ptx[found.end() :]), CASE)
+
+
+def test_a_cta_has_a_thread_for_each_block_that_it_sorts():
+    from jax_fa.kernels.sm90 import plan_sorted
+
+    of_forward = (v for v in VARIANTS if v.module == "sm90.fwd_sorted")
+    plans = [plan_sorted.sorted_plan(v.key, choose_forward(v.key)) for v in of_forward]
+    sort = [plan for plan in plans if any(buffer.name == "sorted" for buffer in plan.buffers)]
+    assert sort
+    assert all(plan.threads >= plan_sorted.MAX_BLOCKS for plan in sort)
