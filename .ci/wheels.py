@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WHEEL_BYTES = 60_000_000  # the package index takes 100 MB
-INSTALLED_BYTES = 153_000_000  # 150 MB is the aim; tiles of two sizes take 5, products of a bias 2
+INSTALLED_BYTES = 154_000_000  # 150 MB is the aim; tiles of two sizes take 5, products of a bias 2
 GLIBC = (2, 34)  # dlopen moved into libc.so.6 with it, and Debian 12 links that one
 
 MACHINES = {"x86_64": 62, "aarch64": 183}
