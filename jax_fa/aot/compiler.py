@@ -255,7 +255,7 @@ def _preload_runtime() -> None:
 def _name_kernels(name: str) -> None:
     """Makes the DSL name kernels of this process after their functions and ``name``.
 
-    It would write out their arguments instead: 180 characters, in up to twenty places of a cubin.
+    By default it spells out their arguments: 180 characters, up to twenty times in a cubin.
     """
     from cutlass.cutlass_dsl import CuTeDSL
 

@@ -38,7 +38,7 @@ CASES = (
     ),
 )
 
-# STEP0 to STEP3 stand for where the words of a step lie; what they are edited to has them, too.
+# In patterns and in what replaces them, STEP0, STEP1 ... stand for the offsets of a step's words.
 FAULTS = {
     "a step is not told": (r"st\.shared\.v4\.b32\s+\[%r\d+\+STEP0\][^;]*;", "", 1),
     "steps have fewer slots than those in work": (r"(and\.b32\s+%r\d+, %r\d+), 48;", r"\1, 16;", 7),
