@@ -107,6 +107,7 @@ TOWERS = {
         Layer("kernels.sm90.bwd_bias_product", "cutlass cuda"),
         Layer("kernels.sm90.bwd_dbias", "cutlass cuda"),
         Layer("kernels.sm90.bwd_powers", "cutlass cuda"),
+        Layer("kernels.sm90.bwd_statistics", "cutlass cuda"),
         Layer("kernels.sm90.dbias_steps", "cutlass cuda"),
         Layer("kernels.sm90.dbias_product", "cutlass cuda"),
         Layer("kernels.sm*.*_lists", "cutlass cuda"),

@@ -31,7 +31,6 @@ from jax_fa.kernels.backward_work import (
 from jax_fa.kernels.fragment_keys import (
     differentiate,
     exponentiate,
-    loaded_columns,
     mask_block,
     own_columns,
     store,
@@ -42,7 +41,9 @@ from jax_fa.kernels.sm90 import (
     bwd_dbias,
     bwd_instructions,
     bwd_powers,
+    bwd_statistics,
 )
+from jax_fa.kernels.sm90.bwd_statistics import loaded_early, statistic
 from jax_fa.kernels.sm90.bwd_steps import (
     Facts,
     anew,
@@ -64,6 +65,7 @@ from jax_fa.kernels.sm90.bwd_work import (
     BackwardVariant,
     QueryPipes,
     place_of_dq,
+    release,
     thread_anew,
 )
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
@@ -283,12 +285,13 @@ def step(
         zero_fill_rows(variant, c, x.smem.dout[None, None, dout_full.index], facts, is_ragged)
         start_dp(variant, x, c, dout_full, dp)
         warpgroup.wait_group(1)
+    early = loaded_early(variant, lse2)
     bias = to_logits(variant, x, c, work, at, bias)
     if facts.hides:
         mask_step(variant, x, c, work, at)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
     slope = cute.make_rmem_tensor_like(p) if const_expr(variant.config.rounds_slope) else c.s
-    to_powers(variant, x, c, bias, lse2, p, slope)
+    to_powers(variant, x, c, bias, lse2, p, slope, early)
     if const_expr(waits_for_s):
         # P and slope have replaced S in registers; dP does not fit beside S.
         dout_full = dout.wait_and_advance()
@@ -334,7 +337,7 @@ def step(
     fragments.multiply(c.dk_mma, c.dk, ds_keys, q_rows, True)
     if const_expr(early_dv):
         warpgroup.wait_group(1)
-        dout_full.release()
+        release(variant, "dout", dout_full)
     else:
         warpgroup.wait_group(2)
     reduce_dq(variant, deterministic, x, c, PartOfDq(facts.place, facts.step.head, dq))
@@ -344,9 +347,9 @@ def step(
     following = next_of(variant, x, work, at)
     if const_expr(not early_dv):
         warpgroup.wait_group(1)
-        dout_full.release()
+        release(variant, "dout", dout_full)
     warpgroup.wait_group(0)
-    q_full.release()
+    release(variant, "q", q_full)
     return Stepped(q, dout, released(variant, bias), following)
 
 
@@ -399,7 +402,7 @@ def lean_step(
     fragments.multiply(c.dk_mma, c.dk, ds_keys[0], q_rows[0], True)
     # dV must have retired for dQ to have the registers of P; else ptxas serialises all products.
     warpgroup.wait_group(1)
-    dout_full.release()
+    release(variant, "dout", dout_full)
     dq = c.dq_mma.make_fragment_C(c.dq_mma.partition_shape_C(variant.dq_shape))
     fragments.multiply(c.dq_mma, dq, c.ds[None, None, None, at.parity], c.k_rows, False)
     fragments.multiply(c.dk_mma, c.dk, ds_keys[1], q_rows[1], True)
@@ -413,7 +416,7 @@ def lean_step(
         primitives.arrive(variant, "dq_reduced")
     following = next_of(variant, x, work, at)
     warpgroup.wait_group(0)
-    q_full.release()
+    release(variant, "q", q_full)
     return Stepped(q, dout, pipes.bias, following)
 
 
@@ -485,11 +488,12 @@ def to_powers(
     lse2: cute.Tensor,
     p: cute.Tensor,
     slope: cute.Tensor,
+    early: Any,
 ):
     """Computes P from the scores, rounded unless ``rounds_late``, and P times a cap's slope."""
     score_log2 = x.scalars.score_log2
     if const_expr(variant.rounds_late):
-        exponentiate(variant, c.s, lse2, score_log2, None, c.s)
+        bwd_statistics.exponentiate(variant, c.s, lse2, early, score_log2)
         if const_expr(variant.key.multiplies_bias):
             bwd_bias_product.limit(c, bias)
     elif const_expr(variant.config.rounds_slope):
@@ -516,13 +520,6 @@ def hold_dp_back(
     for i in cutlass.range_constexpr(1, number):
         bits = bits | words[i]
     primitives.hold_until(bits, x.smem.lse2.iterator)
-
-
-def statistic(variant: BackwardVariant, c: BackwardConsumer, stats: cute.Tensor) -> cute.Tensor:
-    """``stats`` of this thread's columns, loaded to registers if there is room, else a view."""
-    if variant.config.loads_statistics:
-        return loaded_columns(c, stats, c.s)
-    return own_columns(c, stats)
 
 
 def start_dp(

@@ -218,3 +218,17 @@ def place_of_dq(variant: BackwardVariant, work: Work, at: Step) -> Int32:
     """The position of a query block in ``Scratch.dq_sum``, in fours."""
     row = work.scratch_row + at.q_block * variant.config.block_q
     return row * (variant.key.head_dim // FLOATS)
+
+
+def release(variant: BackwardVariant, data: str, handle: Any) -> None:
+    """Gives a stage of the edge ``data`` back. Called by whole warps, as one.
+
+    The handle's own ``release`` asks for the number of the thread. The answer comes the way of
+    accesses to shared memory, and waits behind them; that of an election does not.
+    """
+    if data in variant.config.elects:
+        barrier = handle.get_origin().sync_object_empty.get_barrier(handle.index)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+    else:
+        handle.release()

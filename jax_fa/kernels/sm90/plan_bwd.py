@@ -63,6 +63,10 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
         raise PlanError("a told step takes its buffer of dS from that of its queries, and no bias")
     if key.multiplies_bias and config.bias_stages != DS_STAGES:
         raise PlanError("dS takes the place of a bias that is multiplied")
+    if not {*config.elects} <= {"q", "dout"}:
+        raise PlanError(f"elected lanes give back stages of q and dout, not of {config.elects}")
+    if config.early_statistics and (config.loads_statistics or config.rounds_slope):
+        raise PlanError("statistics are early only where they are not loaded anyway, nor P rounded")
     consumers = config.num_consumers
     k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES
     v_bytes = config.block_kv * key.value_dim * ELEMENT_BYTES
