@@ -40,8 +40,8 @@ class HopperBackward:
         loads_statistics: whether a thread loads lse2 and delta of its queries before it waits for S
             and dP.
         early_statistics: where ``loads_statistics`` is False, of how many pairs of its queries a
-            thread loads lse2 before it waits for S; it loads the others once S is masked. Only
-            where P, not rounded, takes the place of S.
+            thread loads lse2 before S is masked; it loads the others as it needs them. Only where
+            P, not rounded, takes the place of S.
         is_lean: whether dK and dV leave room for one more accumulator at a time. S, dP and dQ then
             take turns, P waits for dP in float16, and dK reads dS from shared memory. Consumers own
             keys; dQ is not staged, and dV early; there is no cap and no bias.

@@ -21,8 +21,8 @@ def statistic(variant: BackwardVariant, c: BackwardConsumer, stats: cute.Tensor)
 def loaded_early(variant: cutlass.Constexpr, stats: cute.Tensor) -> Any:
     """The first pairs of a thread's columns of ``stats``, in registers; None if none are early.
 
-    Called before it is known whether the step is masked. Loads cannot be moved from behind the
-    mask to before it, and there, nothing hides their latency.
+    Called once S is there, before it is masked. The compiler moves no load from behind the mask to
+    before it, and there, nothing hides the latency of the first.
     """
     early = None
     if const_expr(variant.config.early_statistics > 0):
