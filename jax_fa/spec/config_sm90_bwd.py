@@ -169,6 +169,11 @@ def hopper_backward(key: KernelKey) -> HopperBackward:
     )
 
 
+def may_cap(key: KernelKey) -> bool:
+    """Whether logits may be bounded by a soft cap."""
+    return key.has_soft_cap or (key.has_bias and not key.multiplies_bias)
+
+
 def _held_by(key: KernelKey) -> int:
     """``HopperBackward.held_by`` for ``key``.
 
@@ -177,7 +182,7 @@ def _held_by(key: KernelKey) -> int:
     spills), D = 96 0.97 and 1.00 (16: 0.97, 1.02), D = 128 0.99 and 0.98 (12: 1.01, 0.98; 20
     spills). P rounded late: D = 64 (32) 1.00 and 0.98, D = 128 1.00 and 0.98, better at D = 96.
     """
-    if key.has_soft_cap or (key.has_bias and not key.multiplies_bias):  # Not measured.
+    if may_cap(key):  # Not measured.
         return 0
     return {64: 24, 96: 24, 128: 16}.get(key.head_dim, 0)
 

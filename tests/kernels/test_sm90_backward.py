@@ -4,14 +4,13 @@ Not among them: a missing barrier of the lanes of a warp, which the emulator run
 passed on before the sums have the block, which changes no bit in the orders that it runs CTAs in.
 """
 
-import dataclasses
 import re
 from typing import NamedTuple
 
 import pytest
 from helpers.cases import Case
 from helpers.oracle import assert_close
-from helpers.recording import build, needs_compiler, needs_dsl, prebuilt
+from helpers.recording import needs_compiler, needs_dsl, prebuilt
 from test_sm100_backward import call
 
 from jax_fa.emulator import EmulationError, Options
@@ -170,82 +169,3 @@ def test_a_fault_is_found(kernel, fault):
 def test_a_fault_of_a_deterministic_run_is_found(kernel, fault):
     with pytest.raises(fault.error, match=fault.message):
         find(kernel._replace(ptx=replaced(kernel.ptx, fault)), deterministic=True)
-
-
-# -------------------------------------------------------- D = 64: early statistics, elected lanes
-
-EARLY_KEY = KernelKey("sm_90a", "bfloat16", 64, 64, "general")
-EARLY = Case("early", q_len=600, kv_len=200, heads=2, head_dim=64, kv_lengths=(170,))
-"""More blocks of queries than stages, and keys that are masked."""
-
-
-def queries_are_kept(bwd_roles, *_):
-    """Load waits for a stage that nobody gives back."""
-    right = bwd_roles.release
-    wrong = lambda variant, data, full: data == "q" or right(variant, data, full)  # noqa: E731
-    return {"release": wrong}
-
-
-def every_lane_gives_queries_back(bwd_roles, cute, *_):
-    """One lane of a warp does for all of them."""
-    right = bwd_roles.release
-
-    def wrong(variant, data, full):
-        if data != "q":
-            right(variant, data, full)
-        else:
-            barrier = full.get_origin().sync_object_empty.get_barrier(full.index)
-            cute.arch.mbarrier_arrive(barrier)
-
-    return {"release": wrong}
-
-
-def early_pairs_are_of_the_next_queries(bwd_roles, cute, *_):
-    """They begin a group too late."""
-    right = bwd_roles.loaded_early
-    return {"loaded_early": lambda *at: right(at[0], cute.domain_offset((0, 1), at[1]))}
-
-
-EARLY_FAULTS = (
-    (queries_are_kept, EmulationError),
-    (every_lane_gives_queries_back, EmulationError),
-    (early_pairs_are_of_the_next_queries, AssertionError),
-)
-
-
-def test_the_kernel_with_early_statistics_passes(tmp_path):
-    config = choose_backward(EARLY_KEY)
-    assert config.early_statistics > 0 and config.elects
-    find(prebuilt(tmp_path, "sm90.bwd", EARLY_KEY, config), case=EARLY)
-
-
-@pytest.mark.parametrize(
-    ("fault", "error"), EARLY_FAULTS, ids=[fault.__name__ for fault, _ in EARLY_FAULTS]
-)
-def test_a_fault_of_early_statistics_is_found(tmp_path, monkeypatch, fault, error):
-    from cutlass import cute
-
-    from jax_fa.kernels.sm90 import bwd_roles
-
-    for name, wrong in fault(bwd_roles, cute).items():
-        monkeypatch.setattr(bwd_roles, name, wrong)
-    config = choose_backward(EARLY_KEY)
-    built = build(tmp_path, "sm90.bwd", EARLY_KEY, config, fault.__name__)
-    with pytest.raises(error):
-        find(built, case=EARLY)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    (
-        ({"elects": ("q", "k")}, r"not of \('q', 'k'\)"),
-        ({"loads_statistics": True}, "early only where"),
-        ({"rounds_slope": True}, "early only where"),
-    ),
-)
-def test_a_plan_that_contradicts_itself_is_refused(change, message):
-    from jax_fa.kernels.sm90 import plan_bwd
-
-    config = dataclasses.replace(choose_backward(EARLY_KEY), **change)
-    with pytest.raises(plan_bwd.PlanError, match=message):
-        plan_bwd.backward_plan(EARLY_KEY, config)

@@ -285,7 +285,7 @@ def step(
         zero_fill_rows(variant, c, x.smem.dout[None, None, dout_full.index], facts, is_ragged)
         start_dp(variant, x, c, dout_full, dp)
         warpgroup.wait_group(1)
-    early = loaded_early(variant, lse2)
+    early = loaded_early(variant, c, x.smem.lse2[None, q_full.index])
     bias = to_logits(variant, x, c, work, at, bias)
     if facts.hides:
         mask_step(variant, x, c, work, at)

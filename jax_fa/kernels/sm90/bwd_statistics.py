@@ -18,17 +18,15 @@ def statistic(variant: BackwardVariant, c: BackwardConsumer, stats: cute.Tensor)
 
 
 @cute.jit
-def loaded_early(variant: cutlass.Constexpr, stats: cute.Tensor) -> Any:
-    """The first pairs of a thread's columns of ``stats``, in registers; None if none are early.
+def loaded_early(variant: cutlass.Constexpr, c: BackwardConsumer, stats: cute.Tensor) -> Any:
+    """The first pairs of this thread's columns of ``stats``, in registers; None if none are early.
 
     Called once S is there, before it is masked. The compiler moves no load from behind the mask to
     before it, and there, nothing hides the latency of the first.
     """
-    early = None
-    if const_expr(variant.config.early_statistics > 0):
-        early = cute.make_rmem_tensor((2, variant.config.early_statistics), stats.element_type)
-        for group in cutlass.range_constexpr(variant.config.early_statistics):
-            cute.autovec_copy(stats[None, group], early[None, group])
+    early, number = None, variant.config.early_statistics
+    if const_expr(number > 0):
+        early = fragment_keys.loaded_columns(c, stats, _groups(c.s, 0, number))
     return early
 
 

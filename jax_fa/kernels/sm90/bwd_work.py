@@ -12,7 +12,7 @@ from jax_fa.kernels.backward_work import Arrays, Scalars, Step, Tma, Work
 from jax_fa.kernels.sm90 import bias_chunks
 from jax_fa.kernels.sm90.plan import GROUP_BITS, WGMMA_ROWS
 from jax_fa.kernels.sm90.plan_bwd import DS_STAGES
-from jax_fa.spec.config_sm90_bwd import HopperBackward
+from jax_fa.spec.config_sm90_bwd import HopperBackward, may_cap
 from jax_fa.spec.key import KernelKey
 
 
@@ -43,8 +43,7 @@ class BackwardVariant(NamedTuple):
     @property
     def may_cap(self) -> bool:
         """Whether logits may be bounded by a soft cap."""
-        key = self.key
-        return key.has_soft_cap or (key.has_bias and not key.multiplies_bias)
+        return may_cap(self.key)
 
     @property
     def dq_order(self) -> str:

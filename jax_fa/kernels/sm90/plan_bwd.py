@@ -29,7 +29,7 @@ from jax_fa.kernels.edges import (
 )
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
 from jax_fa.kernels.sm90.plan_bias import CHUNK_BYTES, FACTORS_BYTES, num_words
-from jax_fa.spec.config_sm90_bwd import HopperBackward
+from jax_fa.spec.config_sm90_bwd import HopperBackward, may_cap
 from jax_fa.spec.division import FOUND_WORDS
 from jax_fa.spec.key import KernelKey
 
@@ -65,7 +65,8 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
         raise PlanError("dS takes the place of a bias that is multiplied")
     if not {*config.elects} <= {"q", "dout"}:
         raise PlanError(f"elected lanes give back stages of q and dout, not of {config.elects}")
-    if config.early_statistics and (config.loads_statistics or config.rounds_slope):
+    all_or_none = config.loads_statistics or config.is_lean
+    if config.early_statistics and (all_or_none or config.rounds_slope or may_cap(key)):
         raise PlanError("statistics are early only where they are not loaded anyway, nor P rounded")
     consumers = config.num_consumers
     k_bytes = config.block_kv * key.head_dim * ELEMENT_BYTES
