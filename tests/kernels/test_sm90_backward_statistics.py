@@ -67,9 +67,7 @@ def test_the_kernel_with_early_statistics_passes(tmp_path):
     find(prebuilt(tmp_path, "sm90.bwd", KEY, config), case=CASE)
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS]
-)
+@pytest.mark.parametrize(("fault", "error"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_a_fault_of_early_statistics_is_found(tmp_path, monkeypatch, fault, error):
     from cutlass import cute
 
