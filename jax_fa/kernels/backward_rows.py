@@ -132,6 +132,11 @@ def vector_at(dtype: type, address: Int64, size_bytes: int) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(size_bytes * 8 // dtype.width))
 
 
+def four_at(scratch: Scratch, place: Int32, head: Int32) -> cute.Tensor:
+    """Returns a four of the dQ sums for an access of 16 bytes; their array does not tell that."""
+    return vector_at(Float32, address_of(scratch.dq_sum[None, place, head]), VECTOR_BYTES)
+
+
 def address_of(tensor: cute.Tensor) -> Int64:
     """Address of the first element."""
     return tensor.iterator.toint()
@@ -305,35 +310,35 @@ def prepare(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch, stream: cu
 @cute.kernel
 def prepare_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
     """Writes statistics of rows of a query block of one head; zeros to its dQ sums and turns."""
-    block_q, head_dim = variant.config.block_q, variant.key.head_dim
     parts, thread = parts_of(variant), cute.arch.thread_idx()[0]
+    block_q = variant.config.block_q
     num_rows, part = block_q // parts, cute.arch.block_idx()[0] % parts
     at = row_block(variant, rows, parts)
     if at.num_used > 0:
-        pieces = variant.key.value_dim // 8
-        lanes = min(pieces & -pieces, 8)
-        rows_per_pass = PREPARE_THREADS // lanes
-        for i in cutlass.range_constexpr(num_rows // rows_per_pass):
-            row = part * num_rows + thread // lanes + i * rows_per_pass
-            stats = row_stats(variant, rows, at, row, lanes)
-            if thread % lanes == 0:
-                scratch.delta[at.scratch_row + row, at.head] = stats.delta
-                scratch.lse2[at.scratch_row + row, at.head] = stats.lse2
-        place = at.scratch_row * (head_dim // FLOATS)
-        fours, width = num_rows * head_dim // FLOATS, cute.size(rows.dq, mode=[1])
-        zero = cute.make_rmem_tensor((FLOATS,), Float32)
-        zero.fill(0.0)
-        first = part * fours + thread
-        if width == head_dim:
-            for i in cutlass.range_constexpr(fours // PREPARE_THREADS):
-                four = place + first + i * PREPARE_THREADS
-                cute.autovec_copy(zero, scratch.dq_sum[None, four, at.head])
-        else:
-            for i in cutlass.range(first, first + fours, PREPARE_THREADS):
-                if column_of_four(variant, i) < width:
-                    cute.autovec_copy(zero, scratch.dq_sum[None, place + i, at.head])
+        team, share = Team(num_rows, PREPARE_THREADS), RowShare(part * num_rows, thread)
+        write_stats(variant, team, rows, scratch, at, share)
+        write_zeros(variant, team, rows, scratch, at, share)
         if (rows.deterministic != 0) & (part == 0) & (thread == 0):
             scratch.turns[at.scratch_row // block_q, at.head] = Int32(0)
+
+
+class Team(NamedTuple):
+    """Threads that prepare rows together, and how many rows; both are known at compile time."""
+
+    num_rows: int
+    threads: int
+
+
+class RowShare(NamedTuple):
+    """The rows of a ``Team`` in a ``RowBlock``, and the number of one of its threads.
+
+    Attributes:
+        first: the first row.
+        thread: the thread.
+    """
+
+    first: Int32
+    thread: Int32
 
 
 def parts_of(variant: object) -> int:
@@ -341,43 +346,91 @@ def parts_of(variant: object) -> int:
     return max(variant.config.block_q // PREPARE_ROWS, 1)
 
 
-class RowStats(NamedTuple):
-    """The statistics of a row for the main kernel; ``Scratch`` holds those of all rows."""
+@cute.jit
+def write_stats(
+    variant: cutlass.Constexpr,
+    team: cutlass.Constexpr[Team],
+    rows: Rows,
+    scratch: Scratch,
+    at: RowBlock,
+    share: RowShare,
+):
+    """Writes statistics of some rows of a block that has at least one in use.
 
-    delta: Float32
-    lse2: Float32
+    All loads start before the first of them is waited for. Rows that are not in use load the last
+    that is.
+    """
+    num_rows, threads = team
+    pieces = variant.key.value_dim // 8
+    lanes = min(pieces & -pieces, 8)
+    passes, per_lane = num_rows * lanes // threads, pieces // lanes
+    lane, own = share.thread % lanes, share.first + share.thread // lanes
+    last_piece = cute.size(rows.out, mode=[1]) // 8 - 1
+    outs, douts, lses = [], [], []
+    for i in cutlass.range_constexpr(passes):
+        row = at.row + cutlass.min(own + i * (threads // lanes), at.num_used - 1)
+        out, dout = (address_of(x[row, None, at.head, at.batch]) for x in (rows.out, rows.dout))
+        for j in cutlass.range_constexpr(per_lane):
+            offset = cutlass.min(lane + j * lanes, last_piece) * VECTOR_BYTES
+            outs.append(vector_at(variant.dtype, out + offset, VECTOR_BYTES).load())
+            douts.append(vector_at(variant.dtype, dout + offset, VECTOR_BYTES).load())
+        lses.append(rows.lse[row, at.head, at.batch])
+    for i in cutlass.range_constexpr(passes):
+        row = own + i * (threads // lanes)
+        delta = Float32(0.0)
+        for j in cutlass.range_constexpr(per_lane):
+            number = i * per_lane + j
+            product = outs[number].to(Float32) * douts[number].to(Float32)
+            part = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            if lane + j * lanes <= last_piece:
+                delta += part
+        for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+            delta += cute.arch.shuffle_sync_bfly(delta, offset=1 << step)
+        if lane == 0:
+            store_stats(rows, scratch, at, row, delta, lses[i])
 
 
 @cute.jit
-def row_stats(
-    variant: cutlass.Constexpr, rows: Rows, at: RowBlock, row: Int32, lanes: cutlass.Constexpr[int]
-) -> RowStats:
-    """Computes those of a row; the first of the ``lanes`` threads that share it has them."""
-    lane = cute.arch.thread_idx()[0] % lanes
-    delta, lse2 = Float32(0.0), Float32.inf
-    is_used = row < at.num_used
-    if is_used:
-        place = (at.row + row, None, at.head, at.batch)
-        for j in cutlass.range_constexpr(variant.key.value_dim // 8 // lanes):
-            piece = lane + j * lanes
-            if piece * 8 < cute.size(rows.out, mode=[1]):
-                offset = piece * VECTOR_BYTES
-                out = vector_at(variant.dtype, address_of(rows.out[place]) + offset, VECTOR_BYTES)
-                dout = vector_at(variant.dtype, address_of(rows.dout[place]) + offset, VECTOR_BYTES)
-                product = out.load().to(Float32) * dout.load().to(Float32)
-                delta += product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-    for step in cutlass.range_constexpr(lanes.bit_length() - 1):
-        delta += cute.arch.shuffle_sync_bfly(delta, offset=1 << step)
-    if is_used & (lane == 0):
-        lse = rows.lse[at.row + row, at.head, at.batch]
+def store_stats(
+    rows: Rows, scratch: Scratch, at: RowBlock, row: Int32, delta: Float32, lse: Float32
+):
+    """Stores the statistics of a row, given the sum of dO * O and its LSE."""
+    lse2 = Float32.inf
+    if (row < at.num_used) & (lse != -Float32.inf):
+        lse2 = lse * softmax.LOG2_E
         if tiles.is_present(rows.dlse.iterator):
             delta -= rows.dlse[at.row + row, at.head, at.batch]
-        if lse == -Float32.inf:
-            # The row sees no key: P is 2 ** (-inf) = 0, whatever the cotangent is.
-            delta = Float32(0.0)
-        else:
-            lse2 = lse * softmax.LOG2_E
-    return RowStats(delta, lse2)
+    else:
+        # It sees no key, or is not used: P is 2 ** (-inf) = 0, whatever the cotangent is.
+        delta = Float32(0.0)
+    scratch.delta[at.scratch_row + row, at.head] = delta
+    scratch.lse2[at.scratch_row + row, at.head] = lse2
+
+
+@cute.jit
+def write_zeros(
+    variant: cutlass.Constexpr,
+    team: cutlass.Constexpr[Team],
+    rows: Rows,
+    scratch: Scratch,
+    at: RowBlock,
+    share: RowShare,
+):
+    """Writes zeros to the dQ sums of some rows of a block."""
+    num_rows, threads = team
+    head_dim = variant.key.head_dim
+    fours, width = num_rows * head_dim // FLOATS, cute.size(rows.dq, mode=[1])
+    zero = cute.make_rmem_tensor((FLOATS,), Float32)
+    zero.fill(0.0)
+    first = share.first * (head_dim // FLOATS) + share.thread
+    place = at.scratch_row * (head_dim // FLOATS)
+    if width == head_dim:
+        for i in cutlass.range_constexpr(fours // threads):
+            four_at(scratch, place + first + i * threads, at.head).store(zero.load())
+    else:
+        for i in cutlass.range(first, first + fours, threads):
+            if column_of_four(variant, i) < width:
+                four_at(scratch, place + i, at.head).store(zero.load())
 
 
 @cute.jit
@@ -477,7 +530,7 @@ def round_fragments(
                     from_four = place + i * edges.WARPGROUP + word // FLOATS
                     acc[FLOATS * i + j] = scratch.dq_sum[word % FLOATS, from_four, at.head]
             else:
-                four = scratch.dq_sum[None, place + own.first + i * own.step, at.head].load()
+                four = four_at(scratch, place + own.first + i * own.step, at.head).load()
                 for j in cutlass.range_constexpr(FLOATS):
                     acc[FLOATS * i + j] = four[j]
     store_rows(acc, scale, Destination(target, thread, at.num_written - row, left))
@@ -497,7 +550,7 @@ def round_rows(
         is_there = i * FLOATS < cute.size(rows.dq, mode=[1])
         if (at.num_used > 0) & is_there:
             for j in cutlass.range_constexpr(2):
-                four = scratch.dq_sum[None, place + (i + j) * edges.WARP, at.head].load()
+                four = four_at(scratch, place + (i + j) * edges.WARP, at.head).load()
                 for column in cutlass.range_constexpr(FLOATS):
                     values[j * FLOATS + column] = four[column] * scale
         rounded = cute.make_rmem_tensor((2 * FLOATS,), variant.dtype)
@@ -522,7 +575,7 @@ def round_columns(
         values.fill(0.0)
         if (at.num_used > 0) & is_there:
             for j in cutlass.range_constexpr(2):
-                four = scratch.dq_sum[None, place + i * edges.WARP + j, at.head].load()
+                four = four_at(scratch, place + i * edges.WARP + j, at.head).load()
                 for row in cutlass.range_constexpr(FLOATS):
                     values[j, row] = four[row] * scale
         for row in cutlass.range_constexpr(FLOATS):
