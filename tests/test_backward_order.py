@@ -1,4 +1,4 @@
-"""The order of work of deterministic backwards, computed on ints by the functions kernels trace."""
+"""The order of work of deterministic backwards, and of claims, computed as kernels trace it."""
 
 import random
 from collections import Counter
@@ -41,6 +41,7 @@ class Grid:
             config=choose_backward(key),
             plan=SimpleNamespace(ctas=self.ctas),
             is_general=mask == "general",
+            claims_tiles=getattr(choose_backward(key), "claims_tiles", False),
         )
         for module in (backward_host, backward_work, tiles):
             monkeypatch.setattr(module, "Int32", int)
@@ -55,6 +56,9 @@ class Grid:
             monkeypatch.setattr(tiles, name, getattr(tiles, name).__wrapped__)
         monkeypatch.setattr(
             tiles, "_clusters", lambda _: tiles.Clusters(self.cluster, self.num_clusters)
+        )
+        monkeypatch.setattr(
+            backward_work, "has_fixed_shares", lambda _, scalars: scalars.deterministic != 0
         )
         monkeypatch.setattr(
             backward_work, "leaves_blocks_out", lambda scalars: np.bool_(scalars.leaves_blocks_out)
@@ -186,6 +190,26 @@ def check_bias():
                 assert heads_of_round(SimpleNamespace(**vars(bias) | {shared: 1}), False) == most
 
 
+def check_claims():
+    """Numbers from 0 on are all tiles, each once; in a band of heads, the longest come first."""
+    from jax_fa.kernels import backward_work, tiles
+
+    draw = random.Random(0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Grid(monkeypatch, "sm90", "causal")
+        for _ in range(300):
+            batch, heads, blocks = (draw.randint(1, most) for most in (5, 9, 12))
+            size, num_ctas = draw.choice((1 << 18, 1 << 23, 1 << 26)), draw.randint(1, 40)
+            order = tiles.make_order(batch * heads, heads, 1, blocks, size, num_ctas)
+            total = batch * heads * blocks
+            claimed = [backward_work.tile_of_number(order, 0, number) for number in range(total)]
+            assert len({(x.batch, x.head, x.block) for x in claimed}) == total
+            assert all(x.is_valid for x in claimed)
+            assert not backward_work.tile_of_number(order, 0, total).is_valid
+            band = [x.block for x in claimed[: order.heads_per_band * blocks]]
+            assert band == sorted(band)
+
+
 def in_own_process(check):
     # Where the DSL compiled these functions before, they are no longer those of ints.
     folder = str(Path(__file__).parent)
@@ -197,6 +221,10 @@ def in_own_process(check):
 
 def test_no_tile_waits_for_a_cluster_that_may_not_have_started():
     in_own_process("check_random_shapes")
+
+
+def test_every_tile_is_claimed_once():
+    in_own_process("check_claims")
 
 
 def test_rounds_of_whole_heads_leave_few_clusters_idle():

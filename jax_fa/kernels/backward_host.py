@@ -154,7 +154,10 @@ def backward_order(variant: cutlass.Constexpr, call: BackwardCall) -> tiles.Grid
     num_tiles = order.num_heads * num_kv_blocks
     num_ctas = cutlass.min(num_sms, num_tiles)
     if const_expr(variant.is_general):
-        num_ctas = num_tiles
+        if const_expr(not variant.claims_tiles):
+            num_ctas = num_tiles
+        elif backward_work.has_fixed_shares(variant, scalars):
+            num_ctas = num_tiles
     elif scalars.deterministic != 0:
         num_ctas = num_sms // num_kv_blocks * num_kv_blocks
         share = backward_work.ROUND_SHARE

@@ -1,7 +1,8 @@
 """The passes over rows that surround the main backward kernel.
 
 ``prepare`` runs before it: it computes ``delta = rowsum(dO * O) - dLSE`` and the log-sum-exp in
-base 2 of each query row, and clears the dQ sums. ``finish`` runs after it and rounds these to dq.
+base 2 of each query row, and clears the dQ sums, and the counter from which tiles are claimed, if
+they are. ``finish`` runs after it and rounds these to dq.
 
 Sums of dQ stay in the order of the accumulators that they come from. Neighbouring threads access
 neighbouring pieces of 16 bytes, or single floats where the order is "words". A variant's
@@ -42,6 +43,12 @@ class Scratch(NamedTuple):
     delta: cute.Tensor  # (rows, N)
     dkv_sums: cute.Pointer
     turns: cute.Tensor  # (rows / 64, N)
+
+
+def claims_of(scratch: Scratch) -> cute.Pointer:
+    """The counter of the tiles that CTAs have claimed, in a row behind those of all sequences."""
+    last = cute.size(scratch.lse2, mode=[0]) - 1
+    return cute.recast_ptr(scratch.lse2.iterator + last, dtype=Int32)
 
 
 def probability(power: Float32) -> Float32:
@@ -314,6 +321,10 @@ def prepare_kernel(variant: cutlass.Constexpr, rows: Rows, scratch: Scratch):
     block_q = variant.config.block_q
     num_rows, part = block_q // parts, cute.arch.block_idx()[0] % parts
     at = row_block(variant, rows, parts)
+    if const_expr(variant.claims_tiles):
+        cta = cute.arch.block_idx()
+        if (cta[0] == 0) & (cta[1] == 0) & (thread == 0):
+            cute.arch.store(claims_of(scratch), Int32(0))
     if at.num_used > 0:
         team, share = Team(num_rows, PREPARE_THREADS), RowShare(part * num_rows, thread)
         write_stats(variant, team, rows, scratch, at, share)

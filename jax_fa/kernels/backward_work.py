@@ -174,6 +174,24 @@ def tile_at(variant: cutlass.Constexpr, x: Any, slot: Int32) -> tiles.Tile:
     return tile._replace(block=block)
 
 
+def tile_of_number(order: tiles.Order, slot: Int32, number: Int32) -> tiles.Tile:
+    """Tile ``number`` of all, in bands of heads, as the tile at ``slot`` of a CTA's list."""
+    band_size = order.heads_per_band * order.num_blocks
+    first_head = number // band_size * order.heads_per_band
+    num_heads = cutlass.max(cutlass.min(order.heads_per_band, order.num_heads - first_head), 1)
+    place = number % band_size
+    is_valid = number < order.num_heads * order.num_blocks
+    return tiles.tile_of(order, slot, is_valid, first_head + place % num_heads, place // num_heads)
+
+
+def has_fixed_shares(variant: Any, scalars: Scalars) -> Boolean:
+    """Whether each CTA has a list of tiles that is fixed ahead, even where tiles can be claimed."""
+    fixed = scalars.deterministic != 0
+    if variant.is_general:
+        fixed = fixed | dense_mask.narrows(scalars)
+    return fixed
+
+
 class Seen(NamedTuple):
     """A tile, its sequence, the band of that sequence, and the query blocks that see the tile."""
 

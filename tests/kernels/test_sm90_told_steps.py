@@ -57,7 +57,7 @@ FAULTS = {
         r"\1+STEP1]",
         2,
     ),
-    "roles do not wait for the tile's work": (
+    "roles do not wait until barriers are made": (
         r"bar\.sync\s+0;(?=(?:(?!bar\.sync)[\s\S])*?setmaxnreg)",
         "",
         1,

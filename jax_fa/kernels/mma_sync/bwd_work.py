@@ -38,6 +38,11 @@ class BackwardVariant(NamedTuple):
         return primitives.DTYPES[self.key.dtype]
 
     @property
+    def claims_tiles(self) -> bool:
+        """Whether CTAs may claim one tile after the other."""
+        return False
+
+    @property
     def is_general(self) -> bool:
         """Whether operands that hide keys may be present."""
         return self.key.mask == "general"

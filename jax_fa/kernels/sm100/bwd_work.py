@@ -31,6 +31,11 @@ class BackwardVariant(NamedTuple):
     plan: edges.Plan
 
     @property
+    def claims_tiles(self) -> bool:
+        """Whether CTAs may claim one tile after the other."""
+        return False
+
+    @property
     def is_general(self) -> bool:
         """Whether anything that can hide a key may be present."""
         return self.key.mask == "general"

@@ -1,7 +1,8 @@
 """Hopper backward: dq, dk and dv from one more pass over all visible pairs.
 
     prepare            delta, log2-sum-exp2 by query row; dQ sums = 0        (backward_rows.py)
-    main   load        k  v  q(n)  do(n)  q(n-1)  do(n-1) ...
+    main   claim       the next tile, from a counter; where a mask makes them unequal: bwd_claims.py
+           load        k  v  q(n)  do(n)  q(n-1)  do(n-1) ...
            consume i   S dP(n)  P dS |barrier| dQ dV dK(n)  dQ sums += | S dP(n-1)  P dS | ...
            consume j   the same for 64 other keys
            load_bias   bias(n)  bias(n-1) ...     where there is one: bwd_bias.py
@@ -33,9 +34,8 @@ from jax_fa.kernels.backward_host import (
 )
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
-from jax_fa.kernels.sm90 import bias_chunks, bias_product, bwd_bias, bwd_dbias
+from jax_fa.kernels.sm90 import bias_chunks, bias_product, bwd_bias, bwd_claims, bwd_dbias
 from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore, load
-from jax_fa.kernels.sm90.bwd_steps import tell_work
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardContext,
     BackwardPipes,
@@ -46,7 +46,9 @@ from jax_fa.kernels.sm90.bwd_work import (
 from jax_fa.kernels.sm90.plan import ELEMENT_BYTES
 from jax_fa.kernels.sm90.plan_bias import FACTORS_BYTES, num_words
 from jax_fa.kernels.sm90.plan_bwd import (
+    ITEMS,
     STEP_WORDS,
+    WORK_WORDS,
     backward_plan,
     step_slots,
     work_words,
@@ -80,6 +82,7 @@ def kernel(
     factor_elements = FACTORS_BYTES // ELEMENT_BYTES if multiplies else 0
     odd_words = num_words(config) if multiplies else 0
     slots, words = step_slots(config), work_words(config)
+    items = ITEMS if config.claims_tiles else 0
 
     @cute.struct
     class Storage:
@@ -88,6 +91,8 @@ def kernel(
         q_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("q").stages]
         dout_barriers: cute.struct.MemRange[Int64, 2 * plan.edge("dout").stages]
         bias_barriers: cute.struct.MemRange[Int64, 2 * config.bias_stages]
+        work_barriers: cute.struct.MemRange[Int64, 2 * items]
+        loaded_barriers: cute.struct.MemRange[Int64, 2 * items]
         found: cute.struct.MemRange[Int32, division.FOUND_WORDS]
         work: cute.struct.Align[cute.struct.MemRange[Int32, words], 16]
         steps: cute.struct.Align[cute.struct.MemRange[Int32, STEP_WORDS * slots], 16]
@@ -121,6 +126,7 @@ def kernel(
         ring = edges.make_ring(plan, plan.edge("bias"), storage.bias_barriers.data_ptr())
         bias_in, bias_out = ring.make_participants()
         bias_read = ring.make_consumer()
+    claims = bwd_claims.make_rings(variant, storage.work_barriers, storage.loaded_barriers)
     factors = storage.factors.data_ptr().toint() if multiplies else None
     ds = primitives.smem_tensor(storage.bias if multiplies else storage.ds, layouts.ds)
     smem = BackwardSmem(
@@ -137,7 +143,7 @@ def kernel(
         factors=bias_product.factors_at(dtype, factors) if multiplies else None,
         words=storage.odd.get_tensor(cute.make_layout(odd_words)) if multiplies else None,
         steps=storage.steps.get_tensor(cute.make_layout((STEP_WORDS, slots))) if slots else None,
-        work=storage.work.get_tensor(cute.make_layout(words)) if words else None,
+        work=storage.work.get_tensor(cute.make_layout((WORK_WORDS, items))) if items else None,
         found=storage.found.get_tensor(cute.make_layout(division.FOUND_WORDS)),
     )
     if const_expr(variant.is_general):
@@ -145,13 +151,10 @@ def kernel(
             segments.reset(smem.found)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
-    x = BackwardContext(tma, arrays, scratch, scalars, order, smem, bias, dbias)
+    x = BackwardContext(tma, arrays, scratch, scalars, order, smem, bias, dbias, *claims)
     if const_expr(variant.is_general):
         if dense_mask.narrows(scalars):
             narrow_rows(variant, x)
-            cute.arch.sync_threads()
-        if const_expr(config.tells_steps):
-            tell_work(variant, x)
             cute.arch.sync_threads()
     if warp < plan.role("consume").warps.start:
         cute.arch.setmaxregister_decrease(plan.role("load").registers)
@@ -159,6 +162,9 @@ def kernel(
             load(variant, x, BackwardPipes(k_in, v_in, q_in, dout_in, None))
         if (warp == 1) & (scalars.deterministic != 0):
             hold_dq_semaphore(variant, x)
+        if const_expr(items > 0):
+            if warp == plan.role("claim").warps.start:
+                bwd_claims.claim(variant, x)
         if const_expr(bias_halves > 0):
             if warp == plan.role("load_bias").warps.start:
                 bwd_bias.load(variant, x, bias_in)

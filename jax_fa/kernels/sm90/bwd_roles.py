@@ -27,6 +27,8 @@ from jax_fa.kernels.backward_work import (
     next_block,
     next_step,
     pass_turn,
+    tile_at,
+    work_on,
 )
 from jax_fa.kernels.fragment_keys import (
     differentiate,
@@ -38,6 +40,7 @@ from jax_fa.kernels.fragment_keys import (
 from jax_fa.kernels.sm90 import (
     bwd_bias,
     bwd_bias_product,
+    bwd_claims,
     bwd_dbias,
     bwd_instructions,
     bwd_powers,
@@ -52,6 +55,7 @@ from jax_fa.kernels.sm90.bwd_steps import (
     computed_or,
     facts_of,
     first_of,
+    leave,
     next_of,
     next_tile,
     parity_of,
@@ -85,10 +89,12 @@ def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes):
             loads.load(loads.operand(x, "k"), keys, work.tile.block, slot)
             slot = v.acquire_and_advance()
             loads.load(loads.operand(x, "v"), keys, work.tile.block, slot)
-            block = work.first_block
+            block, left = work.first_block, work.num_steps
             for _ in cutlass.range(work.num_blocks, unroll=1):
                 for i in cutlass.range(work.num_heads, unroll=1):
                     head = work.first_head + i
+                    bwd_claims.call_next(variant, x, work, left)
+                    left = left - 1
                     tell_step(variant, x, work, Step(block, head, number), number)
                     number = number + 1
                     slot = q.acquire_and_advance()
@@ -96,6 +102,9 @@ def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes):
                     slot = dout.acquire_and_advance()
                     load_query_block(variant, x, "dout", "delta", work, head, block, slot)
                 block = next_block(variant, x, work, block)
+        else:
+            bwd_claims.call_next(variant, x, work, work.num_steps)
+        leave(variant, x, tile)
         tile = next_tile(variant, x, tile.slot + 1)
     # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
     k.tail()
@@ -186,6 +195,7 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
             v_full.release()
             k_full.release()
         store(variant, x, c, anew(variant, x, work))
+        leave(variant, x, tile)
         tile = next_tile(variant, x, tile.slot + 1)
     if const_expr(variant.config.stages_dq != "never"):
         if x.scalars.deterministic != 0:
@@ -576,9 +586,9 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
     is_staged = const_expr(variant.config.stages_dq != "never")
     if const_expr(is_staged):
         primitives.arrive(variant, "dq_free")
-    tile = next_tile(variant, x, Int32(0))
+    tile = tile_at(variant, x, Int32(0))
     while tile.is_valid:
-        work = begin(variant, x, tile)
+        work = work_on(variant, x, tile)
         at = first_step(work, Int32(0))
         for _ in cutlass.range(work.num_steps, unroll=1):
             await_turn(variant, x, work, at, 1)
@@ -592,7 +602,7 @@ def hold_dq_semaphore(variant: cutlass.Constexpr, x: BackwardContext):
             # consumers add before the barrier, hence before this release.
             pass_turn(variant, x, work, at)
             at = next_step(variant, x, work, at)
-        tile = next_tile(variant, x, tile.slot + 1)
+        tile = tile_at(variant, x, tile.slot + 1)
 
 
 @cute.jit

@@ -1,8 +1,9 @@
 """Tiles and steps of the Hopper backward: computed by each role, or told through shared memory.
 
-Where ``HopperBackward.tells_steps``, the CTA has one tile. Its ``Work`` is written to shared memory
-before the roles start, and the role load adds what consumers need to know of each step. So they
-keep neither in registers and walk no list of blocks. Elsewhere every role computes both by itself.
+Where tiles are claimed and the mask is general, the role claim tells the ``Work`` of each; where
+``HopperBackward.tells_steps``, the role load adds what consumers need to know of each step. So
+these keep neither in registers, and walk no list of blocks. Elsewhere every role computes both by
+itself.
 """
 
 from typing import Any, NamedTuple
@@ -11,40 +12,44 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from jax_fa.kernels import kept, tiles
+from jax_fa.kernels import kept, rings, tiles
 from jax_fa.kernels.backward_work import Step, Work, first_step, next_step, tile_at, work_on
+from jax_fa.kernels.sm90 import bwd_claims
 from jax_fa.kernels.sm90.bwd_work import BackwardContext, BackwardVariant, place_of_dq
 from jax_fa.kernels.sm90.plan_bwd import STEP_WORDS, WORK_WORDS
 from jax_fa.kernels.unmasked import hides_pairs
 
 
-@cute.jit
-def tell_work(variant: cutlass.Constexpr, x: BackwardContext) -> None:
-    """Writes the work of the CTA's tile to ``smem.work``. All threads call; a barrier follows."""
-    work = work_on(variant, x, tile_at(variant, x, Int32(0)))
-    if cute.arch.thread_idx()[0] == 0:
-        words = kept.words_of(work)
-        for i in cutlass.range_constexpr(WORK_WORDS):
-            x.smem.work[i] = words[i] if i < len(words) else Int32(0)
-
-
 def next_tile(variant: BackwardVariant, x: BackwardContext, slot: Int32) -> tiles.Tile:
-    """The tile at position ``slot`` of this CTA's list; if it is told, only its validity."""
-    if not variant.config.tells_steps:
+    """The tile at position ``slot`` of this CTA's list; if it is claimed, only its validity."""
+    if not variant.claims_tiles:
         return tile_at(variant, x, slot)
-    return tiles.Tile(slot == 0, slot, *[Int32(0)] * 4)
+    rings.await_item(x.work, slot)
+    return tiles.Tile(bwd_claims.words_of(x, slot)[0] != 0, slot, *[Int32(0)] * 4)
 
 
 def begin(variant: BackwardVariant, x: BackwardContext, tile: tiles.Tile) -> Work:
-    """The work of ``tile``. Called by whole warps."""
-    if not variant.config.tells_steps:
+    """The work of ``tile``. Called by whole warps; ``leave`` gives it back."""
+    if not variant.claims_tiles:
         return work_on(variant, x, tile)
-    return kept.read(Work, (x.smem.work[i] for i in range(WORK_WORDS)))
+    words = bwd_claims.words_of(x, tile.slot)
+    if not variant.is_general:
+        told = kept.read(tiles.Tile, (words[i] for i in range(WORK_WORDS)))
+        return work_on(variant, x, told._replace(is_valid=tile.is_valid, slot=tile.slot))
+    work = kept.read(Work, (words[i] for i in range(WORK_WORDS)))
+    return work._replace(tile=work.tile._replace(is_valid=tile.is_valid, slot=tile.slot))
 
 
 def anew(variant: BackwardVariant, x: BackwardContext, work: Work) -> Work:
-    """``work``, if it is told, read again rather than kept in registers."""
-    return begin(variant, x, work.tile) if variant.config.tells_steps else work
+    """``work``, if all of it is told, read again rather than kept in registers."""
+    is_told = variant.claims_tiles and variant.is_general
+    return begin(variant, x, work.tile) if is_told else work
+
+
+def leave(variant: BackwardVariant, x: BackwardContext, tile: tiles.Tile) -> None:
+    """Tells claim that the calling warp is through with ``tile``."""
+    if variant.claims_tiles:
+        rings.give_back(x.work, tile.slot)
 
 
 class ToldStep(NamedTuple):

@@ -41,6 +41,11 @@ class BackwardVariant(NamedTuple):
         return self.key.mask == "general"
 
     @property
+    def claims_tiles(self) -> bool:
+        """Whether CTAs may claim one tile after the other."""
+        return self.config.claims_tiles
+
+    @property
     def may_cap(self) -> bool:
         """Whether logits may be bounded by a soft cap."""
         return may_cap(self.key)
@@ -136,7 +141,7 @@ class BackwardSmem(NamedTuple):
     factors: Any  # F of ``bias_product.py``, or None
     words: Any  # (1 + consumers,) ``bias_product.write_factors``, or None likewise
     steps: Any  # (STEP_WORDS, 2 * q_stages) bwd_steps.py, or None unless steps are told
-    work: Any  # (WORK_WORDS,) bwd_steps.py, or None likewise
+    work: Any  # (WORK_WORDS, ITEMS) bwd_claims.py, or None unless tiles are claimed
     found: cute.Tensor  # (FOUND_WORDS,) segments.py, dense_mask.py
 
 
@@ -151,6 +156,8 @@ class BackwardContext(NamedTuple):
     smem: BackwardSmem
     bias: Any  # primitives.TmaArray of the bias, or None without a ring
     dbias: Any  # the same of its gradient
+    work: Any = None  # the ring of tiles that load and consumers work on, or None likewise
+    loaded: Any = None  # the ring of tiles that load is about to end
 
 
 class BackwardPipes(NamedTuple):

@@ -13,9 +13,10 @@ from jax_fa.kernels import bias as biases  # noqa: F401 (read by forward_host.py
 from jax_fa.kernels import edges, fragment_softmax, fragments, primitives
 from jax_fa.kernels.forward_host import ForwardCall
 from jax_fa.kernels.forward_work import Variant, Work
+from jax_fa.kernels.rings import state_at
 from jax_fa.kernels.sm90 import bias_chunks, bias_product, fwd_bias_roles
 from jax_fa.kernels.sm90.bias_chunks import HALVES
-from jax_fa.kernels.sm90.fwd_lists import find, state_at
+from jax_fa.kernels.sm90.fwd_lists import find
 from jax_fa.kernels.sm90.fwd_roles import Scored, mask_block
 from jax_fa.kernels.sm90.fwd_work import ForwardConsumer, ForwardContext, thread_anew
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS

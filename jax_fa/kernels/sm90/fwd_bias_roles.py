@@ -15,9 +15,10 @@ from jax_fa.kernels import edges, fragment_softmax, fragments, loads, primitives
 from jax_fa.kernels.forward_host import ForwardCall
 from jax_fa.kernels.forward_work import Variant, Work, below
 from jax_fa.kernels.fragment_rows import rows_of_thread
+from jax_fa.kernels.rings import state_at
 from jax_fa.kernels.sm90 import bias_chunks
 from jax_fa.kernels.sm90.bias_chunks import HALVES, WORDS
-from jax_fa.kernels.sm90.fwd_lists import anew, begin, find, next_tile, on_list, release, state_at
+from jax_fa.kernels.sm90.fwd_lists import anew, begin, find, next_tile, on_list, release
 from jax_fa.kernels.sm90.fwd_roles import Scored, mask_block
 from jax_fa.kernels.sm90.fwd_work import ForwardContext, thread_anew
 from jax_fa.kernels.sm90.plan_bias import ANY, CHUNK_BYTES, FLOAT, HALF, chunks_of_stage

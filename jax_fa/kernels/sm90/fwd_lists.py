@@ -11,7 +11,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
-from cutlass.pipeline import PipelineAsync, PipelineState
+from cutlass.pipeline import PipelineAsync
 
 from jax_fa.kernels import dense_mask, edges, primitives, segments, tiles
 from jax_fa.kernels.forward_work import (
@@ -21,6 +21,7 @@ from jax_fa.kernels.forward_work import (
     tile_at,
     work_on,
 )
+from jax_fa.kernels.rings import state_at
 from jax_fa.kernels.sm90.fwd_work import ForwardContext
 from jax_fa.kernels.sm90.plan import WORK_WORDS
 from jax_fa.spec.band import Blocks, Window
@@ -81,13 +82,6 @@ def with_list(x: ForwardContext, number: Int32) -> ForwardContext:
 def on_list(variant: Variant, x: ForwardContext, work: Work) -> ForwardContext:
     """The context with the list of a tile as ``smem.found``."""
     return with_list(x, work.tile.slot) if variant.lists_ahead else x
-
-
-def state_at(ring: PipelineAsync, number: Int32) -> PipelineState:
-    """A consumer's state at item ``number``, recomputed since no registers are free to keep it."""
-    stages = ring.num_stages
-    phase = number >> (stages.bit_length() - 1) & 1
-    return PipelineState(stages, number, number & (stages - 1), phase)
 
 
 def _wait(ring: PipelineAsync, number: Int32) -> None:

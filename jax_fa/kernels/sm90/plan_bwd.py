@@ -6,6 +6,9 @@ in the accumulators in the order that dV += P^T dO and dK += dS^T Q need for the
 dQ = dS K, which sums over the keys of all consumers, needs dS in shared memory. Where registers are
 scarce (``HopperBackward.is_lean``), dK reads it there as well.
 
+Where a mask makes tiles unequal (``HopperBackward.claims_tiles``), a warp claims one after the
+other for its CTA, and tells the others: ``bwd_claims.py``.
+
 Where a general mask leaves too few registers (``HopperBackward.tells_steps``), the loading warp
 tells consumers of each step through shared memory: ``bwd_steps.py``.
 
@@ -39,11 +42,13 @@ STEP_WORDS = 4
 """Words by which load tells consumers of a step (``bwd_steps.py``)."""
 WORK_WORDS = 28
 """Words of a tile's ``Work``, rounded up to whole loads of four: compilers widen smaller ones."""
+ITEMS = 2
+"""Tiles that a CTA has claimed: the one that consumers work on, and the next."""
 
 
 def work_words(config: HopperBackward) -> int:
-    """The number of words that the work of the CTA's tile takes."""
-    return WORK_WORDS if config.tells_steps else 0
+    """The number of words that the work of a CTA's tiles takes."""
+    return WORK_WORDS * ITEMS if config.claims_tiles else 0
 
 
 def step_slots(config: HopperBackward) -> int:
@@ -98,11 +103,25 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
         for i in range(consumers if key.multiplies_bias else 0)
     )
     has_ring = config.bias_stages > 0
+    if (config.claims_tiles and key.has_bias) or (config.tells_steps and not config.claims_tiles):
+        raise PlanError("only steps of claimed tiles are told; a bias takes the warp that claims")
+    claim_roles = (
+        Role("hold_dq_semaphore", range(1, 2), config.producer_registers),
+        Role("claim", range(2, 3), config.producer_registers),
+        Role("idle", range(3, 4), config.producer_registers),
+    )
+    users, few = ("load", "consume"), "few loads of a tile left"
+    claim_edges = (
+        Edge("work", "claim", users, ITEMS, 0, "tile in smem", "tile done", kind="threads"),
+        Edge("loaded", "load", "claim", ITEMS, 0, few, "next claimed", kind="threads"),
+    )
+    further = claim_roles if config.claims_tiles else bias_roles if has_ring else ()
+    of_load = range(0, 1 if config.claims_tiles else 2 if has_ring else 4)
     ds_threads = consumers * WARPGROUP + (WARP if has_ring else 0)
     plan = Plan(
         roles=(
-            Role("load", range(0, 2 if has_ring else 4), config.producer_registers),
-            *(bias_roles if has_ring else ()),
+            Role("load", of_load, config.producer_registers),
+            *further,
             Role("consume", range(4, 4 + 4 * consumers), config.consumer_registers),
         ),
         edges=(
@@ -111,6 +130,7 @@ def backward_plan(key: KernelKey, config: HopperBackward) -> Plan:
             Edge("q", "load", "consume", q_stages, q, "queries, lse2 in smem", "dK retired"),
             Edge("dout", "load", "consume", dout_stages, dout, "dO, delta in smem", "dV retired"),
             *((bias,) if has_ring else ()),
+            *(claim_edges if config.claims_tiles else ()),
         ),
         buffers=(
             Buffer("k", k_bytes),
