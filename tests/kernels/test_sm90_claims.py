@@ -128,7 +128,7 @@ def test_few_ctas_at_a_time_share_all_tiles(tmp_path, key, resident):
 
 @pytest.mark.parametrize("block_q", [64, SCRATCH_BLOCK])
 def test_the_counter_is_behind_the_rows_of_all_sequences(block_q):
-    """It is in the last row: where sequence m begins, and that it fills blocks, scratch.py says."""
+    """It is in the last row: where sequence m begins, ``scratch_rows`` says."""
     for lengths in ([1], [64], [65], [128], [129], [1, 1, 1], [127, 1, 128], [5, 0, 300], [64] * 7):
         rows = scratch_rows(1, len(lengths), sum(lengths))
         for m, length in enumerate(lengths):
