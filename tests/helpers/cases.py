@@ -467,7 +467,7 @@ CASES: tuple[Case, ...] = (
     # Soft cap, scale, sinks.
     _self("soft_cap", 130, soft_cap=5.0, magnitude=4.0),
     _self("soft_cap_tight_causal", 130, soft_cap=0.5, is_causal=True, **_GQA),
-    _self("scale_large", 100, scale=1.5),
+    _self("scale_large", 300, scale=1.5),
     _self("scale_negative", 60, scale=-0.2),
     _self("scale_zero", 60, scale=0.0),
     _self("sharp_rows", 160, magnitude=30.0),

@@ -296,12 +296,12 @@ def step(
     multiply_qk(variant, x, c, queries, stage, warp)
     if hides_pairs(variant, x.scalars, work.blocks, x.smem.found, at.block):
         hide(variant, x, c, work, at.block, warp)
-    shrink = fragment_softmax.update(c.scores, c.state, x.scalars.scale_log2)
+    shrink = cute.make_rmem_tensor((fragments.ROWS,), Float32)
+    shrinks = fragment_softmax.update(c.scores, c.state, shrink, x.scalars.scale_log2)
     if const_expr(config.scales_always):
         fragment_softmax.scale_rows(c.out, shrink)
     else:
-        shrinking = (shrink[0] != 1.0) | (shrink[1] != 1.0)
-        for _ in cutlass.range(products.one_if_any(shrinking), unroll=1):
+        for _ in cutlass.range(products.one_if_any(shrinks), unroll=1):
             fragment_softmax.scale_rows(c.out, shrink)
     multiply_pv(variant, x, c, stage, warp)
     return following

@@ -340,7 +340,11 @@ def raise_maxima(
         rises.append(
             [
                 fragment_softmax.raise_maximum(
-                    scores, one.state, row, scale_log2, variant.key.has_bias
+                    fragment_softmax.row_max(scores, row),
+                    one.state,
+                    row,
+                    scale_log2,
+                    variant.key.has_bias,
                 )
                 for row in range(fragments.ROWS)
             ]

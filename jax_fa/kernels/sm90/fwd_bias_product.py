@@ -4,6 +4,8 @@
 biases that hide pairs by -inf make most blocks odd.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
@@ -131,7 +133,7 @@ def to_probabilities(
     hides: Boolean,
     scored: Scored,
     form: cutlass.Constexpr[int],
-) -> None:
+) -> Boolean:
     """Masks a block's scores if it ``hides`` keys, and exponentiates them; releases keys and bias.
 
     Until the maximum is final, ``c.shrink`` holds the one before.
@@ -141,12 +143,13 @@ def to_probabilities(
     rows, state, scale_log2 = fragments.by_row(scored.scores), c.state, x.scalars.scale_log2
     before, number = c.shrink, scored.k_full.count
     before.store(state.maximum.load())
-    is_odd = scored.is_odd
+    is_odd, rises = scored.is_odd, Boolean(True)
     if is_odd:
         bias_product.tell(_word(variant, x, c, number), number)
     else:
-        holds, word = raise_maximum(x, state, rows), _word(variant, x, c, number)
-        is_odd = bias_product.any_of_consumer(variant, "out0", c.index, word, number, holds)
+        raised, word = raise_maximum(x, state, rows), _word(variant, x, c, number)
+        rises = raised.rises
+        is_odd = bias_product.any_of_consumer(variant, "out0", c.index, word, number, raised.is_odd)
         if is_odd:
             multiply_anew(variant, c, scored)
     if is_odd:
@@ -159,11 +162,16 @@ def to_probabilities(
         mask_block(variant, x, c, work, scored.scores, block)
     tops = cute.make_rmem_tensor_like(state.maximum)
     if is_odd | hides:
+        rises = Boolean(True)
         _raise_anew(x, c, rows, tops)
     else:
         for r in cutlass.range_constexpr(fragments.ROWS):
             tops[r] = state.maximum[r] * scale_log2
-            c.shrink[r] = fragment_softmax.power(before[r], tops[r], scale_log2, False)
+        if rises:
+            for r in cutlass.range_constexpr(fragments.ROWS):
+                c.shrink[r] = fragment_softmax.power(before[r], tops[r], scale_log2, False)
+        else:
+            c.shrink.fill(1.0)
     for r in cutlass.range_constexpr(fragments.ROWS):
         sums = [Float32(0.0) for _ in range(4)]
         for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
@@ -171,28 +179,46 @@ def to_probabilities(
             sums[i % 4] = sums[i % 4] + rows[r, i]
         total = (sums[0] + sums[1]) + (sums[2] + sums[3])
         state.total[r] = state.total[r] * c.shrink[r] + total
+    return rises
+
+
+class Raised(NamedTuple):
+    """Whether the maximum of a row of the warp may have risen, and whether that of a row is odd."""
+
+    rises: Boolean
+    is_odd: Boolean
 
 
 @cute.jit
-def raise_maximum(
-    x: ForwardContext, state: fragment_softmax.RowState, rows: cute.Tensor
-) -> Boolean:
-    """Brings the maximum up to date. Returns whether that of a row is odd."""
-    fit = Boolean(True)
+def raise_maximum(x: ForwardContext, state: fragment_softmax.RowState, rows: cute.Tensor) -> Raised:
+    """Brings the maximum up to date, if a score exceeds it by much or is NaN, or it is odd."""
+    scale_log2, keeps = x.scalars.scale_log2, Boolean(True)
+    highest = [highest_or_nan(rows, r) for r in range(fragments.ROWS)]
     for r in cutlass.range_constexpr(fragments.ROWS):
-        state.maximum[r] = cute.arch.fmax(state.maximum[r], highest_or_nan(rows, r), nan=True)
-        fit = fit & bias_product.fits(state.maximum[r] * x.scalars.scale_log2)
-    return fit == Boolean(False)
+        limit = state.maximum[r] + fragment_softmax.tolerance_of(scale_log2)
+        keeps = keeps & (highest[r] <= limit) & bias_product.fits(state.maximum[r] * scale_log2)
+    rises, fit = Boolean(cute.arch.vote_any_sync(keeps == Boolean(False))), Boolean(True)
+    if rises:
+        for r in cutlass.range_constexpr(fragments.ROWS):
+            maximum = cute.arch.fmax(state.maximum[r], quad_max_or_nan(highest[r]), nan=True)
+            state.maximum[r] = maximum
+            fit = fit & bias_product.fits(maximum * scale_log2)
+    return Raised(rises, fit == Boolean(False))
 
 
 @cute.jit
 def highest_or_nan(rows: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
-    """The highest score of a row, in all four threads that share it; NaN if there is one."""
+    """The highest of this thread's scores of a row; NaN if there is one."""
     chains = [rows[r, i] for i in range(4)]
     for i in cutlass.range_constexpr(4, cute.size(rows, mode=[1])):
         chains[i % 4] = cute.arch.fmax(chains[i % 4], rows[r, i], nan=True)
     pairs = [cute.arch.fmax(chains[i], chains[i + 1], nan=True) for i in (0, 2)]
-    value = cute.arch.fmax(pairs[0], pairs[1], nan=True)
+    return cute.arch.fmax(pairs[0], pairs[1], nan=True)
+
+
+@cute.jit
+def quad_max_or_nan(value: Float32) -> Float32:
+    """Maximum over the four threads of a row; NaN if there is one."""
     value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1), nan=True)
     return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2), nan=True)
 

@@ -142,13 +142,13 @@ def to_probabilities(
     hides: Boolean,
     scored: Scored,
     form: cutlass.Constexpr[int],
-) -> None:
+) -> Boolean:
     """Adds the bias, and does what ``to_probabilities`` of ``fwd_roles.py`` does."""
     add(variant, x, c, work, block, scored, form)
     if hides:
         mask_block(variant, x, c, work, scored.scores, block)
-    shrink = fragment_softmax.update(scored.scores, c.state, x.scalars.scale_log2, are_wide=True)
-    c.shrink.store(shrink.load())
+    scale_log2 = x.scalars.scale_log2
+    return fragment_softmax.update(scored.scores, c.state, c.shrink, scale_log2, are_wide=True)
 
 
 @cute.jit

@@ -281,7 +281,7 @@ def step(
     warpgroup.wait_group(1)  # for S
     if const_expr(not variant.key.multiplies_bias):
         scored.k_full.release()
-    to_probabilities(variant, x, c, work, at.block, hides, scored, form)
+    shrinks = to_probabilities(variant, x, c, work, at.block, hides, scored, form)
     if const_expr(variant.config.is_persistent):  # D = 256, causal, 2 x 8192: 1761 us without, 1810
         primitives.hold_until(cute.recast_tensor(scored.scores, Int32)[HELD_BY], x.smem.zero_fill)
     warpgroup.wait_group(0)
@@ -289,7 +289,8 @@ def step(
     # HAZARD: P is the A operand of PV until the wait above; rewriting it earlier corrupts PV.
     primitives.narrow(scored.scores, c.p)
     if const_expr(not variant.config.scales_late):
-        fragment_softmax.scale_rows(c.out, c.shrink)
+        if shrinks:
+            fragment_softmax.scale_rows(c.out, c.shrink)
     return Place(k, v, *following)
 
 
@@ -303,16 +304,22 @@ def to_probabilities(
     hides: Boolean,
     scored: Scored,
     form: cutlass.Constexpr[int] = 0,
-) -> None:
-    """Caps a block's scores, masks them if the block ``hides`` keys, and exponentiates them."""
+) -> Boolean:
+    """Caps a block's scores, masks them if the block ``hides`` keys, and exponentiates them.
+
+    Returns whether the accumulator has to shrink, by ``c.shrink``.
+    """
+    shrinks = Boolean(True)
     if const_expr(variant.key.has_bias):
-        variant.bias.to_probabilities(variant, x, c, work, block, hides, scored, form)
+        shrinks = variant.bias.to_probabilities(variant, x, c, work, block, hides, scored, form)
     else:
         if const_expr(variant.key.has_soft_cap):
             softmax.cap(scored.scores, x.scalars.cap_inner_log2)
         if hides:
             mask_block(variant, x, c, work, scored.scores, block)
-        c.shrink.store(fragment_softmax.update(scored.scores, c.state, x.scalars.scale_log2).load())
+        scale_log2 = x.scalars.scale_log2
+        shrinks = fragment_softmax.update(scored.scores, c.state, c.shrink, scale_log2)
+    return shrinks
 
 
 @cute.jit
