@@ -386,7 +386,7 @@ def closure(module):
 def test_what_a_newcomer_reads_for_the_hopper_forward_is_short():
     read = closure("kernels.sm90.fwd")
     assert {"kernels.sm90.fwd_roles", "spec.band"} <= read
-    assert sum(len(MODULES[name].read_text().splitlines()) for name in read) <= 4130
+    assert sum(len(MODULES[name].read_text().splitlines()) for name in read) <= 4180
 
 
 @pytest.mark.parametrize(("family", "other"), [("sm90", "sm100"), ("sm100", "sm90")])
