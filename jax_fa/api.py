@@ -341,14 +341,13 @@ def backward(  # noqa: PLR0913 (operands and results of one mathematical operati
     call = _for_operations("backward", arguments.dense((query, key, value), options))
     operands = call.masked
     out_shape = (*operands.q.shape[:3], operands.v.shape[3])
-    dlse = jnp.zeros(out_shape[:3], jnp.float32) if dlse is None else dlse
     saved = (
         arguments.result("out", out, out_shape, operands.q.dtype),
         arguments.result("lse", lse, out_shape[:3], jnp.float32),
     )
     cotangents = (
         arguments.result("dout", dout, out_shape, operands.q.dtype),
-        arguments.result("dlse", dlse, out_shape[:3], jnp.float32),
+        None if dlse is None else arguments.result("dlse", dlse, out_shape[:3], jnp.float32),
     )
     grads = primitives.backward(operands, call.semantics, saved, cotangents, call.implementation)
     found = [call.as_given(g) for g in grads[:3]]

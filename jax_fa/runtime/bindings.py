@@ -126,7 +126,12 @@ class Saved(NamedTuple):
     out: Array  # [B, T, N, Dv]
     lse: Array  # [B, T, N]
     dout: Array  # [B, T, N, Dv]
-    dlse: Array  # [B, T, N]
+    dlse: Array | None = None  # [B, T, N], or zero
+
+    @property
+    def present(self) -> dict[str, Array]:
+        """Those that there are, by name in call order."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
 
 class Rows(NamedTuple):
@@ -157,7 +162,9 @@ def rows_of(saved: Saved) -> Rows:
     """Those inputs of a backward that the gradient of a bias takes."""
     dtype = wide(saved.out.dtype)
     products = saved.out.astype(dtype) * saved.dout.astype(dtype)
-    delta = jnp.sum(products, axis=-1) - saved.dlse
+    delta = jnp.sum(products, axis=-1)
+    if saved.dlse is not None:
+        delta = delta - saved.dlse
     # A row that sees nothing has P = 0, but 0 times a cotangent that is not finite is NaN.
     return Rows(saved.lse, saved.dout, jnp.where(jnp.isneginf(saved.lse), 0, delta))
 
@@ -203,14 +210,15 @@ def _call(
     present = {name: getattr(operands, name) for name in operands.present}
     operands = Operands(**head_sizes.padded(operation, present, heads))
     if saved is not None:
-        saved = type(saved)(**head_sizes.padded(operation, saved._asdict(), heads))
+        given = saved.present if isinstance(saved, Saved) else saved._asdict()
+        saved = type(saved)(**head_sizes.padded(operation, given, heads))
     problem = Problem.of(operands, semantics)
-    given = results(operation, problem, kernel)
+    made = results(operation, problem, kernel)
     memory = scratch_of(operation, problem, kernel) if kernel.stem else {}
-    call = jax.ffi.ffi_call(_TARGETS[operation], (*given.values(), *memory.values()))
+    call = jax.ffi.ffi_call(_TARGETS[operation], (*made.values(), *memory.values()))
     inputs = _inputs(operation, operands, saved)
     written = call(*inputs, **_attributes(semantics, kernel.stem))
-    return head_sizes.cut(dict(zip(given, written, strict=False)), own)
+    return head_sizes.cut(dict(zip(made, written, strict=False)), own)
 
 
 def forward(kernel: Kernel, operands: Operands, semantics: Semantics) -> tuple[Array, Array]:

@@ -46,7 +46,7 @@ def backward(
     """Emulates the kernels of a backward; with the bias's gradient if ``kernel`` gives it."""
     call = Call("bwd", Problem.of(operands, semantics), settings, kernel)
     arrays = {name: x for name, x in operands._asdict().items() if x is not None}
-    grads = _on_host(call, {**arrays, **saved._asdict()})
+    grads = _on_host(call, {**arrays, **saved.present})
     return Gradients(
         **{name.removeprefix("d"): x for name, x in zip(call.results, grads, strict=True)}
     )

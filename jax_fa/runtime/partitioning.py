@@ -59,6 +59,7 @@ class Call(NamedTuple):
     by_token: tuple[str, ...] | None = None
     kernel: Kernel | None = None
     gives_dbias: bool = False
+    has_dlse: bool = True
 
     @classmethod
     def on(
@@ -90,10 +91,13 @@ class Call(NamedTuple):
             return Names(self.present, results, self.broadcast, self.by_token)
         saved = tuple(x.name for x in (schema.SAVED if self.operation == "bwd" else schema.ROWS))
         is_absent = {
+            "dlse": not self.has_dlse,
             "dsinks": "sinks" not in self.present,
             "dbias": self.operation == "bwd" and not self.gives_dbias,
         }
-        written = tuple(x for x in results if not is_absent.get(x))
+        saved, written = (
+            tuple(x for x in names if not is_absent.get(x)) for names in (saved, results)
+        )
         return Names((*self.present, *saved), written, self.broadcast, self.by_token)
 
     def text(self) -> str:

@@ -56,7 +56,7 @@ def backward(
     operands: Operands,
     semantics: Semantics,
     saved: tuple[Array, Array],
-    cotangents: tuple[Array, Array],
+    cotangents: tuple[Array, Array | None],
     implementation: Forced = None,
 ) -> Gradients:
     """Gradients of ``forward``, of all operands that have one.
@@ -65,7 +65,7 @@ def backward(
         operands: those of the forward.
         semantics: those of the forward.
         saved: (out, lse); the LSE may cover more keys than ``operands`` hold (ring attention).
-        cotangents: (dout, dlse).
+        cotangents: (dout, dlse); dlse is None if it is zero.
         implementation: forced implementation, or None.
     """
     names, gives_dbias = operands.present, Problem.of(operands, semantics).is_bias_whole
@@ -74,7 +74,8 @@ def backward(
         "semantics": semantics,
         "implementation": implementation,
     }
-    arrays = aligned([*_flat(operands), *saved, *cotangents])
+    given = bindings.Saved(*saved, *cotangents).present
+    arrays = aligned([*_flat(operands), *given.values()])
     grads = backward_p.bind(*arrays, gives_dbias=gives_dbias, **of_call)
     found = dict(zip(_moving(names, gives_dbias), grads, strict=True))
     if operands.bias is not None and not gives_dbias:
@@ -203,7 +204,8 @@ def _backward_on(
             fallback.warn_once(
                 platform, f"in the gradient, {choice.reason}", problem.q_len, problem.kv_len
             )
-        return _flat(blockwise.backward(operands, semantics, *saved))
+        whole = {"dlse": jnp.zeros_like(saved.lse), **saved.present}
+        return _flat(blockwise.backward(operands, semantics, **whole))
 
     has_slot_in_front = choice.implementation != "cpu" and operands.is_packed
     if has_slot_in_front:
@@ -213,7 +215,8 @@ def _backward_on(
         grads = _flat(emulation.backward(forced, kernel, operands, semantics, saved))
     else:
         call = Call.on("bwd", platform, operands, semantics, kernel)
-        grads = call.bind(*_flat(operands), *saved)
+        call = call._replace(has_dlse=saved.dlse is not None)
+        grads = call.bind(*_flat(operands), *saved.present.values())
     if has_slot_in_front and operands.sinks is not None:
         return *grads[:3], grads[3][1:]
     return grads

@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -61,24 +63,36 @@ _Residuals = tuple[Operands, Array, Array]
 def _forward(
     operands: Operands, saved: Result | None, semantics: Semantics, implementation: Forced
 ) -> tuple[Result, _Residuals]:
+    operands, saved = jax.tree.map(_value, (operands, saved), is_leaf=_is_primal)
     out, lse = saved or primitives.forward(operands, semantics, implementation)
     # Named so that a remat policy can keep them: recomputing them costs a whole forward pass.
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (operands, out, lse)
 
 
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _value(x: CustomVJPPrimal) -> Array:
+    return x.value
+
+
 def _backward(
     semantics: Semantics,
     implementation: Forced,
     residuals: _Residuals,
-    cotangents: Result,
+    cotangents: tuple[Array | SymbolicZero, Array | SymbolicZero],
 ) -> tuple[Operands, None]:
     operands, out, lse = residuals
-    grads = primitives.backward(operands, semantics, (out, lse), cotangents, implementation)
+    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    given = (jnp.zeros_like(out) if dout is None else dout, dlse)
+    grads = primitives.backward(operands, semantics, (out, lse), given, implementation)
     return Operands(grads.q, grads.k, grads.v, sinks=grads.sinks, bias=grads.bias), None
 
 
-_attention.defvjp(_forward, _backward)
+# Mostly nobody asks for a gradient through the LSE. An array of zeros would take a kernel to fill.
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 # A custom_vjp answers forward mode with JAX's own error, which cannot say what to do instead. This

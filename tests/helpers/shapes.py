@@ -62,7 +62,7 @@ def backward_shapes(  # noqa: PLR0913
     out: Out,
     lse: Lse,
     dout: Out,
-    dlse: Lse,
+    dlse: Lse | None,
     dq: Q,
     dk: K,
     dv: V,
