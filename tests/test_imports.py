@@ -105,6 +105,7 @@ TOWERS = {
         Layer("kernels.sm90.bwd_claims", "cutlass cuda"),
         Layer("kernels.sm90.bwd_steps", "cutlass cuda"),
         Layer("kernels.sm90.fwd_steps", "cutlass cuda"),
+        Layer("kernels.sm90.bwd_load", "cutlass cuda"),
         Layer("kernels.sm90.bwd_bias", "cutlass cuda"),
         Layer("kernels.sm90.bwd_bias_product", "cutlass cuda"),
         Layer("kernels.sm90.bwd_dbias", "cutlass cuda"),

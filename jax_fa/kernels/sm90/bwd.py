@@ -2,7 +2,7 @@
 
     prepare            delta, log2-sum-exp2 by query row; dQ sums = 0        (backward_rows.py)
     main   claim       the next tile, from a counter; where a mask makes them unequal: bwd_claims.py
-           load        k  v  q(n)  do(n)  q(n-1)  do(n-1) ...
+           load        q(n)  do(n)  v  k  q(n-1)  do(n-1) ...
            consume i   S dP(n)  P dS |barrier| dQ dV dK(n)  dQ sums += | S dP(n-1)  P dS | ...
            consume j   the same for 64 other keys
            load_bias   bias(n)  bias(n-1) ...     where there is one: bwd_bias.py
@@ -35,7 +35,8 @@ from jax_fa.kernels.backward_host import (
 from jax_fa.kernels.backward_rows import FLOATS, Scratch
 from jax_fa.kernels.backward_work import Arrays, Scalars, Tma, narrow_rows
 from jax_fa.kernels.sm90 import bias_chunks, bias_product, bwd_bias, bwd_claims, bwd_dbias
-from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore, load
+from jax_fa.kernels.sm90.bwd_load import load
+from jax_fa.kernels.sm90.bwd_roles import consume, hold_dq_semaphore
 from jax_fa.kernels.sm90.bwd_work import (
     BackwardContext,
     BackwardPipes,

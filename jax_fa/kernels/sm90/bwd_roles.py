@@ -1,4 +1,4 @@
-"""The roles of the Hopper backward: load, consume, hold_dq_semaphore; diagram: ``bwd.py``."""
+"""The roles consume and hold_dq_semaphore of the Hopper backward; diagram: ``bwd.py``."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from jax_fa.kernels import (
     edges,
     fragment_bias_columns,
     fragments,
-    loads,
     primitives,
     softmax,
 )
@@ -22,9 +21,7 @@ from jax_fa.kernels.backward_work import (
     Work,
     await_turn,
     bulk_add,
-    bulk_load,
     first_step,
-    next_block,
     next_step,
     pass_turn,
     tile_at,
@@ -40,7 +37,6 @@ from jax_fa.kernels.fragment_keys import (
 from jax_fa.kernels.sm90 import (
     bwd_bias,
     bwd_bias_product,
-    bwd_claims,
     bwd_dbias,
     bwd_instructions,
     bwd_powers,
@@ -59,7 +55,6 @@ from jax_fa.kernels.sm90.bwd_steps import (
     next_of,
     next_tile,
     parity_of,
-    tell_step,
     told_or,
 )
 from jax_fa.kernels.sm90.bwd_work import (
@@ -73,80 +68,6 @@ from jax_fa.kernels.sm90.bwd_work import (
     thread_anew,
 )
 from jax_fa.kernels.sm90.plan import WGMMA_ROWS
-
-
-@cute.jit
-def load(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes):
-    """Loads each tile's keys and values, and the query blocks of all its heads. One warp."""
-    k, v, q, dout, _ = pipes
-    number = Int32(0)
-    tile = next_tile(variant, x, Int32(0))
-    while tile.is_valid:
-        work = begin(variant, x, tile)
-        if work.num_steps > 0:
-            keys = loads.Rows(work.kv_start, work.tile.kv_head, work.tile.batch)
-            slot = k.acquire_and_advance()
-            loads.load(loads.operand(x, "k"), keys, work.tile.block, slot)
-            slot = v.acquire_and_advance()
-            loads.load(loads.operand(x, "v"), keys, work.tile.block, slot)
-            block, left = work.first_block, work.num_steps
-            for _ in cutlass.range(work.num_blocks, unroll=1):
-                for i in cutlass.range(work.num_heads, unroll=1):
-                    head = work.first_head + i
-                    bwd_claims.call_next(variant, x, work, left)
-                    left = left - 1
-                    tell_step(variant, x, work, Step(block, head, number), number)
-                    number = number + 1
-                    slot = q.acquire_and_advance()
-                    load_query_block(variant, x, "q", "lse2", work, head, block, slot)
-                    slot = dout.acquire_and_advance()
-                    load_query_block(variant, x, "dout", "delta", work, head, block, slot)
-                block = next_block(variant, x, work, block)
-        else:
-            bwd_claims.call_next(variant, x, work, work.num_steps)
-        leave(variant, x, tile)
-        tile = next_tile(variant, x, tile.slot + 1)
-    # HAZARD: the CTA must not exit while consumers still have to arrive at these barriers.
-    k.tail()
-    v.tail()
-    q.tail()
-    dout.tail()
-
-
-@cute.jit
-def load_query_block(
-    variant: cutlass.Constexpr,
-    x: BackwardContext,
-    rows_of: cutlass.Constexpr[str],
-    statistic: cutlass.Constexpr[str],
-    work: Work,
-    head: Int32,
-    block: Int32,
-    slot: Any,
-):
-    """Loads a block of rows of "q" or "dout", and the rows' "lse2" or "delta"."""
-    rows = loads.Rows(work.q_start, head, work.tile.batch)
-    loads.load(loads.operand(x, rows_of), rows, block, slot)
-    row = work.scratch_row + block * variant.config.block_q
-    ring = getattr(x.smem, statistic)
-    load_statistic(getattr(x.scratch, statistic), ring, head, row, slot)
-
-
-@cute.jit
-def load_statistic(
-    statistic: cute.Tensor, ring: cute.Tensor, head: Int32, first: Int32, slot: Any
-) -> None:
-    """Starts the load of one float per row of a block, from row ``first`` of a head on.
-
-    Args:
-        statistic: (rows, heads) in global memory.
-        ring: (rows of a block, stages) in shared memory.
-        head: query head.
-        first: row of the block's first query.
-        slot: stage of the ring, whose barrier counts the bytes.
-    """
-    source = cute.domain_offset((first,), statistic[None, head])
-    bulk_load(source, ring[None, slot.index], slot.barrier)
 
 
 @cute.jit
@@ -177,23 +98,24 @@ def consume(variant: cutlass.Constexpr, x: BackwardContext, pipes: BackwardPipes
             at = first_of(variant, work, start)
             is_ragged = work.window.q_len % variant.config.block_q != 0
             if const_expr(variant.config.is_lean):
-                for _ in cutlass.range(work.num_steps, unroll=1):
+                for i in cutlass.range(work.num_steps, unroll=1):
+                    visit = Visit(work, is_ragged, k_full, v_full, i == work.num_steps - 1)
                     q, dout, bias, at = lean_step(
-                        variant, x, c, QueryPipes(q, dout, bias), work, at, is_ragged
+                        variant, x, c, QueryPipes(q, dout, bias), visit, at
                     )
             elif x.scalars.deterministic != 0:
-                for _ in cutlass.range(work.num_steps, unroll=1):
+                for i in cutlass.range(work.num_steps, unroll=1):
+                    visit = Visit(work, is_ragged, k_full, v_full, i == work.num_steps - 1)
                     q, dout, bias, at = step(
-                        variant, True, x, c, QueryPipes(q, dout, bias), work, at, is_ragged
+                        variant, True, x, c, QueryPipes(q, dout, bias), visit, at
                     )
             else:
-                for _ in cutlass.range(work.num_steps, unroll=1):
+                for i in cutlass.range(work.num_steps, unroll=1):
+                    visit = Visit(work, is_ragged, k_full, v_full, i == work.num_steps - 1)
                     q, dout, bias, at = step(
-                        variant, False, x, c, QueryPipes(q, dout, bias), work, at, is_ragged
+                        variant, False, x, c, QueryPipes(q, dout, bias), visit, at
                     )
             start = carried(at)
-            v_full.release()
-            k_full.release()
         store(variant, x, c, anew(variant, x, work))
         leave(variant, x, tile)
         tile = next_tile(variant, x, tile.slot + 1)
@@ -245,6 +167,24 @@ def zero_fill(variant: cutlass.Constexpr, c: BackwardConsumer, tile: cute.Tensor
     primitives.meet(variant, "zero_filled")
 
 
+class Visit(NamedTuple):
+    """A step of a tile.
+
+    Attributes:
+        work: the tile's work.
+        is_ragged: whether some query block of the tile lacks rows.
+        k: handle of the tile's keys.
+        v: handle of its values.
+        is_last: whether the step is the tile's last, which gives both back once it has used them.
+    """
+
+    work: Work
+    is_ragged: Boolean
+    k: Any
+    v: Any
+    is_last: Boolean
+
+
 class Stepped(NamedTuple):
     """The pipes of a consumer, advanced, and its next step (``bwd_steps.first_of``)."""
 
@@ -261,9 +201,8 @@ def step(
     x: BackwardContext,
     c: BackwardConsumer,
     pipes: QueryPipes,
-    work: Work,
+    visit: Visit,
     at: Any,
-    is_ragged: Boolean,
 ) -> Stepped:
     """Adds a query block's part of dK and dV to the accumulators, and reduces dQ to global memory.
 
@@ -276,6 +215,7 @@ def step(
     waits_for_s = not variant.config.overlaps_dp
     c = thread_anew(variant, c)
     q, dout, bias = pipes
+    work, is_ragged = visit.work, visit.is_ragged
     fetch_bias(variant, x, c, work, at)
     facts = computed_or(variant, x, work, at, None)
     q_full = q.wait_and_advance()
@@ -315,6 +255,7 @@ def step(
     if const_expr(variant.config.held_by > 0):
         hold_dp_back(variant, x, c, p)
     warpgroup.wait_group(0)
+    give_back_at_last(visit, visit.v)
     bias = mend(variant, x, c, work, facts, bias)
     differentiate(delta, slope, dp)
     bwd_dbias.store(variant, x, c, work, at, dp)
@@ -325,8 +266,7 @@ def step(
         primitives.narrow(c.s, p)
     early_dv = variant.config.issues_dv_early and not deterministic
     if const_expr(early_dv):
-        dout_rows = c.dout_rows[None, None, None, dout_full.index]
-        fragments.multiply(c.dv_mma, c.dv, as_operand(variant, c.dv_mma, p), dout_rows, True)
+        add_dv(c, as_operand(variant, c.dv_mma, p), dout_full)
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
     primitives.meet(variant, "ds")
@@ -341,8 +281,7 @@ def step(
         p_keys = c.p_keys[None, None, None, parity]
         ds_keys = c.ds_keys[None, None, None, parity]
     if const_expr(not early_dv):
-        dout_rows = c.dout_rows[None, None, None, dout_full.index]
-        fragments.multiply(c.dv_mma, c.dv, p_keys, dout_rows, True)
+        add_dv(c, p_keys, dout_full)
     q_rows = c.q_rows[None, None, None, q_full.index]
     fragments.multiply(c.dk_mma, c.dk, ds_keys, q_rows, True)
     if const_expr(early_dv):
@@ -350,6 +289,7 @@ def step(
         release(variant, "dout", dout_full)
     else:
         warpgroup.wait_group(2)
+    give_back_at_last(visit, visit.k)
     reduce_dq(variant, deterministic, x, c, PartOfDq(facts.place, facts.step.head, dq))
     # Computed here, while products run and registers are free, between dQ and the next scores.
     # Before the softmax D = 256 spilled, and where heads share keys full masks were slower (H200,
@@ -369,9 +309,8 @@ def lean_step(
     x: BackwardContext,
     c: BackwardConsumer,
     pipes: QueryPipes,
-    work: Work,
+    visit: Visit,
     at: Any,
-    is_ragged: Boolean,
 ) -> Stepped:
     """``step`` where dK and dV leave each thread few registers: ``HopperBackward.is_lean``.
 
@@ -380,6 +319,7 @@ def lean_step(
     runs while dQ waits for dV, its second while dQ is reduced. dV runs while consumers meet.
     """
     q, dout = pipes.q, pipes.dout
+    work, is_ragged = visit.work, visit.is_ragged
     facts = facts_of(variant, x, work, at)
     q_full = q.wait_and_advance()
     zero_fill_rows(variant, c, x.smem.q[None, None, q_full.index], facts, is_ragged)
@@ -397,12 +337,12 @@ def lean_step(
     zero_fill_rows(variant, c, x.smem.dout[None, None, dout_full.index], facts, is_ragged)
     start_dp(variant, x, c, dout_full, dp)
     warpgroup.wait_group(0)
+    give_back_at_last(visit, visit.v)
     p, ds = (cute.make_rmem_tensor_like(c.s, variant.dtype) for _ in range(2))
     delta = own_columns(c, x.smem.delta[None, dout_full.index])
     bwd_powers.differentiate(variant, delta, dp, halves, bwd_powers.Rounded(p, ds))
     cute.copy(c.store, c.store.retile(ds), c.ds_target[None, None, None, at.parity])
-    dout_rows = c.dout_rows[None, None, None, dout_full.index]
-    fragments.multiply(c.dv_mma, c.dv, as_operand(variant, c.dv_mma, p), dout_rows, True)
+    add_dv(c, as_operand(variant, c.dv_mma, p), dout_full)
     # HAZARD: stmatrix writes through the generic proxy, wgmma reads through the async one.
     cute.arch.fence_view_async_shared()
     primitives.meet(variant, "ds")
@@ -417,6 +357,7 @@ def lean_step(
     fragments.multiply(c.dq_mma, dq, c.ds[None, None, None, at.parity], c.k_rows, False)
     fragments.multiply(c.dk_mma, c.dk, ds_keys[1], q_rows[1], True)
     warpgroup.wait_group(1)
+    give_back_at_last(visit, visit.k)
     # Decided here, not by a constant: with a loop for each kind of run 40 bytes spilled.
     if x.scalars.deterministic != 0:
         primitives.meet(variant, "dq_acquired")
@@ -428,6 +369,19 @@ def lean_step(
     warpgroup.wait_group(0)
     release(variant, "q", q_full)
     return Stepped(q, dout, pipes.bias, following)
+
+
+@cute.jit
+def give_back_at_last(visit: Visit, handle: Any) -> None:
+    """Gives keys or values back in the last step of their tile."""
+    if visit.is_last:
+        handle.release()
+
+
+def add_dv(c: BackwardConsumer, p: cute.Tensor, dout_full: Any) -> None:
+    """Issues ``dV += P^T dO``."""
+    rows = c.dout_rows[None, None, None, dout_full.index]
+    fragments.multiply(c.dv_mma, c.dv, p, rows, True)
 
 
 @cute.jit
