@@ -28,7 +28,12 @@ FIGURES = {
     "cpu.svg": ("cpu_2026_11_21.json", "cpu_memory_2026_11_22.json"),
 }
 """Figure -> the stored results that it shows."""
-TABLES = ("h200_2026_11_22.json", "h200_2026_11_29.json", "h200_2026_11_30.json")
+TABLES = (
+    "h200_2026_11_22.json",
+    "h200_2026_11_29.json",
+    "h200_2026_11_30.json",
+    "h200_2026_12_01.json",
+)
 """Stored results whose tables ``PAGE`` holds."""
 PAGE = "measured.md"
 

@@ -2,10 +2,8 @@
 
 import pytest
 from helpers.cases import Case
-from helpers.oracle import assert_close
 from helpers.recording import build, needs_compiler, needs_dsl, prebuilt
-from test_sm90_backward import SCHEDULES
-from test_sm100_backward import call
+from test_sm90_claims import find
 
 from jax_fa.emulator import EmulationError
 from jax_fa.emulator.faults import DeadlockError
@@ -30,16 +28,9 @@ CASES = {
 """Twelve and six tiles, on two CTAs."""
 
 
-def find(built, key):
-    """Runs a kernel under several schedules until one finds its fault, and raises that."""
-    for schedule in SCHEDULES:
-        got, wanted, *_ = call(built, CASES[key], options=schedule)
-        assert_close(got, wanted, key.dtype)
-
-
 @pytest.mark.parametrize("key", CASES, ids=lambda key: key.mask)
 def test_the_kernel_without_faults_passes(tmp_path, key):
-    find(prebuilt(tmp_path, "sm90.bwd", key, choose_backward(key)), key)
+    find(prebuilt(tmp_path, "sm90.bwd", key, choose_backward(key)), key, CASES)
 
 
 def nothing_is_given_back(give_back):
@@ -72,4 +63,4 @@ def test_a_fault_is_found(tmp_path, monkeypatch, key, fault, error):
     monkeypatch.setattr(bwd_roles, "give_back_at_last", fault(bwd_roles.give_back_at_last))
     built = build(tmp_path, "sm90.bwd", key, choose_backward(key), fault.__name__)
     with pytest.raises(error):
-        find(built, key)
+        find(built, key, CASES)
