@@ -154,21 +154,11 @@ def test_a_bias_is_whole_that_says_nothing_twice():
 
 def primitives_of(function, *arrays):
     """Names, bias and whether the backward gives its gradient, of every call in a program."""
-    found = []
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive in (primitives.backward_p, primitives.bias_gradient_p):
-                bias = equation.invars[equation.params["names"].index("bias")].aval.shape
-                gives = equation.params.get("gives_dbias")
-                found.append((equation.primitive.name.removeprefix("jax_fa_"), bias, gives))
-            jax.tree.map(
-                lambda x: visit(getattr(x, "jaxpr", x)) if hasattr(x, "eqns") else None,
-                [*equation.params.values()],
-                is_leaf=lambda x: hasattr(x, "eqns"),
-            )
-
-    visit(jax.make_jaxpr(function)(*arrays).jaxpr)
+    found, program = [], jax.make_jaxpr(function)(*arrays).jaxpr
+    for equation in primitives.calls(program, primitives.backward_p, primitives.bias_gradient_p):
+        bias = equation.invars[equation.params["names"].index("bias")].aval.shape
+        gives = equation.params.get("gives_dbias")
+        found.append((equation.primitive.name.removeprefix("jax_fa_"), bias, gives))
     return found
 
 

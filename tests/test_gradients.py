@@ -38,19 +38,7 @@ def test_a_cotangent_of_the_lse_is_given_only_if_there_is_one(wrapped, weights, 
     """Else zeros would be written for each call. An absent cotangent of the output is zeros."""
     query = jnp.asarray(np.random.default_rng(3).standard_normal((1, 40, 2, 8)), jnp.float32)
     program = jax.make_jaxpr(jax.grad(wrapped(lambda q: of_both(q, *weights))))(query)
-
-    def calls(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive is primitives.backward_p:
-                yield equation
-            for part in jax.tree.leaves([*equation.params.values()], is_leaf=is_program):
-                if is_program(part):
-                    yield from calls(getattr(part, "jaxpr", part))
-
-    def is_program(part):
-        return hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns")
-
-    (call,) = calls(program.jaxpr)
+    (call,) = primitives.calls(program.jaxpr, primitives.backward_p)
     assert len(call.invars) == len(call.params["names"]) + count
 
 

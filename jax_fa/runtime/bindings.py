@@ -23,7 +23,7 @@ from jax_fa.runtime.dispatch import Emulation, Forced, Kernel, Target, gpu_kerne
 from jax_fa.runtime.reference import wide
 from jax_fa.spec import ptx_archives, schema, scratch
 from jax_fa.spec.arch import Operation, arch_named, capability_number
-from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
+from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics, arrays_of
 
 FORWARD_TARGET = "jax_fa_fwd_v1"
 BACKWARD_TARGET = "jax_fa_bwd_v1"
@@ -129,9 +129,9 @@ class Saved(NamedTuple):
     dlse: Array | None = None  # [B, T, N], or zero
 
     @property
-    def present(self) -> dict[str, Array]:
-        """Those that there are, by name in call order."""
-        return {name: x for name, x in self._asdict().items() if x is not None}
+    def cotangents(self) -> tuple[Array, Array]:
+        """(dout, dlse), the latter zeros if it is absent."""
+        return self.dout, jnp.zeros_like(self.lse) if self.dlse is None else self.dlse
 
 
 class Rows(NamedTuple):
@@ -162,9 +162,7 @@ def rows_of(saved: Saved) -> Rows:
     """Those inputs of a backward that the gradient of a bias takes."""
     dtype = wide(saved.out.dtype)
     products = saved.out.astype(dtype) * saved.dout.astype(dtype)
-    delta = jnp.sum(products, axis=-1)
-    if saved.dlse is not None:
-        delta = delta - saved.dlse
+    delta = jnp.sum(products, axis=-1) - saved.cotangents[1]
     # A row that sees nothing has P = 0, but 0 times a cotangent that is not finite is NaN.
     return Rows(saved.lse, saved.dout, jnp.where(jnp.isneginf(saved.lse), 0, delta))
 
@@ -207,18 +205,16 @@ def _call(
     """The results of one custom call; kernels of a GPU are given scratch, too."""
     own = (operands.q.shape[-1], operands.v.shape[-1])
     heads = kernel.array_heads(own)
-    present = {name: getattr(operands, name) for name in operands.present}
-    operands = Operands(**head_sizes.padded(operation, present, heads))
+    operands = Operands(**head_sizes.padded(operation, arrays_of(operands), heads))
     if saved is not None:
-        given = saved.present if isinstance(saved, Saved) else saved._asdict()
-        saved = type(saved)(**head_sizes.padded(operation, given, heads))
+        saved = type(saved)(**head_sizes.padded(operation, arrays_of(saved), heads))
     problem = Problem.of(operands, semantics)
-    made = results(operation, problem, kernel)
+    given = results(operation, problem, kernel)
     memory = scratch_of(operation, problem, kernel) if kernel.stem else {}
-    call = jax.ffi.ffi_call(_TARGETS[operation], (*made.values(), *memory.values()))
+    call = jax.ffi.ffi_call(_TARGETS[operation], (*given.values(), *memory.values()))
     inputs = _inputs(operation, operands, saved)
     written = call(*inputs, **_attributes(semantics, kernel.stem))
-    return head_sizes.cut(dict(zip(made, written, strict=False)), own)
+    return head_sizes.cut(dict(zip(given, written, strict=False)), own)
 
 
 def forward(kernel: Kernel, operands: Operands, semantics: Semantics) -> tuple[Array, Array]:

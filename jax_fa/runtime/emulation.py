@@ -17,7 +17,7 @@ from jax import Array
 from jax_fa.runtime import bindings, head_sizes, installation
 from jax_fa.runtime.dispatch import Emulation, Kernel, gpu_kernel
 from jax_fa.spec.arch import Operation
-from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics
+from jax_fa.spec.problem import Gradients, Operands, Problem, Semantics, arrays_of
 
 if TYPE_CHECKING:
     from jax_fa.emulator import Report
@@ -31,8 +31,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """Emulates a forward kernel: out [B, T, N, Dv], lse float32 [B, T, N]."""
     call = Call("fwd", Problem.of(operands, semantics), settings, kernel)
-    arrays = {name: x for name, x in operands._asdict().items() if x is not None}
-    out, lse = _on_host(call, arrays)
+    out, lse = _on_host(call, arrays_of(operands))
     return out, lse
 
 
@@ -45,8 +44,7 @@ def backward(
 ) -> Gradients:
     """Emulates the kernels of a backward; with the bias's gradient if ``kernel`` gives it."""
     call = Call("bwd", Problem.of(operands, semantics), settings, kernel)
-    arrays = {name: x for name, x in operands._asdict().items() if x is not None}
-    grads = _on_host(call, {**arrays, **saved.present})
+    grads = _on_host(call, {**arrays_of(operands), **arrays_of(saved)})
     return Gradients(
         **{name.removeprefix("d"): x for name, x in zip(call.results, grads, strict=True)}
     )
@@ -61,8 +59,7 @@ def bias_gradient(
 ) -> Array:
     """Emulates the kernel of a bias's gradient."""
     call = Call("dbias", Problem.of(operands, semantics), settings, kernel)
-    arrays = {name: x for name, x in operands._asdict().items() if x is not None}
-    (dbias,) = _on_host(call, {**arrays, **rows._asdict()})
+    (dbias,) = _on_host(call, {**arrays_of(operands), **arrays_of(rows)})
     return dbias
 
 

@@ -255,8 +255,8 @@ def _about_rows(
 ) -> tuple[Result, Result]:
     """(out, lse), (dout, dlse) of a call for gradients; ``arrays`` are its inputs for each row."""
     if operation == "bwd":
-        out, lse, dout, *dlse = arrays
-        return (out, lse), (dout, dlse[0] if dlse else jnp.zeros_like(lse))
+        saved = bindings.Saved(*arrays)
+        return (saved.out, saved.lse), saved.cotangents
     lse, dout, delta = arrays  # delta = rowsum(dout * out) - dlse
     return (jnp.zeros_like(dout), lse), (dout, -delta)
 

@@ -6,7 +6,7 @@ As a primitive, one traced program takes the right path on every platform that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,7 +32,7 @@ def _split(names: tuple[str, ...], arrays: Sequence[Any]) -> tuple[Operands, lis
     return Operands(**values), list(arrays[len(names) :])
 
 
-def _flat(operands: Operands | Gradients) -> list[Any]:
+def _flat(operands: Operands | Gradients | bindings.Saved) -> list[Any]:
     return [array for array in operands if array is not None]
 
 
@@ -74,8 +74,7 @@ def backward(
         "semantics": semantics,
         "implementation": implementation,
     }
-    given = bindings.Saved(*saved, *cotangents).present
-    arrays = aligned([*_flat(operands), *given.values()])
+    arrays = aligned([*_flat(operands), *_flat(bindings.Saved(*saved, *cotangents))])
     grads = backward_p.bind(*arrays, gives_dbias=gives_dbias, **of_call)
     found = dict(zip(_moving(names, gives_dbias), grads, strict=True))
     if operands.bias is not None and not gives_dbias:
@@ -204,8 +203,8 @@ def _backward_on(
             fallback.warn_once(
                 platform, f"in the gradient, {choice.reason}", problem.q_len, problem.kv_len
             )
-        whole = {"dlse": jnp.zeros_like(saved.lse), **saved.present}
-        return _flat(blockwise.backward(operands, semantics, **whole))
+        rows = (saved.out, saved.lse, *saved.cotangents)
+        return _flat(blockwise.backward(operands, semantics, *rows))
 
     has_slot_in_front = choice.implementation != "cpu" and operands.is_packed
     if has_slot_in_front:
@@ -216,7 +215,7 @@ def _backward_on(
     else:
         call = Call.on("bwd", platform, operands, semantics, kernel)
         call = call._replace(has_dlse=saved.dlse is not None)
-        grads = call.bind(*_flat(operands), *saved.present.values())
+        grads = call.bind(*_flat(operands), *_flat(saved))
     if has_slot_in_front and operands.sinks is not None:
         return *grads[:3], grads[3][1:]
     return grads
@@ -532,13 +531,20 @@ bias_gradient_p = _make_primitive(
 def forward_problems(jaxpr: Any) -> list[Problem]:
     """What a traced program asks of forward kernels: each problem once, in order."""
     found: dict[Problem, None] = {}
-    for equation in jaxpr.eqns:
+    for equation in calls(jaxpr, forward_p):
         params = equation.params
-        if equation.primitive is forward_p:
-            operands, _ = _split(params["names"], [x.aval for x in equation.invars])
-            found[Problem.of(operands, params["semantics"])] = None
-        for part in jax.tree.leaves([*params.values()], is_leaf=lambda x: hasattr(x, "eqns")):
+        operands, _ = _split(params["names"], [x.aval for x in equation.invars])
+        found[Problem.of(operands, params["semantics"])] = None
+    return [*found]
+
+
+def calls(jaxpr: Any, *wanted: Primitive) -> Iterator[Any]:
+    """The calls of some primitives in a traced program, and in those within it: equations."""
+    for equation in jaxpr.eqns:
+        if equation.primitive in wanted:
+            yield equation
+        params = [*equation.params.values()]
+        for part in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = part if hasattr(part, "eqns") else getattr(part, "jaxpr", None)
             if hasattr(inner, "eqns"):
-                found.update(dict.fromkeys(forward_problems(inner)))
-    return [*found]
+                yield from calls(inner, *wanted)

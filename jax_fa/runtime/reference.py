@@ -16,7 +16,7 @@ from jax import Array
 from jax_fa.runtime import masks
 from jax_fa.runtime.sequences import with_slot_in_front
 from jax_fa.spec.band import Extremes, key_range
-from jax_fa.spec.problem import Gradients, Operands, Semantics
+from jax_fa.spec.problem import Gradients, Operands, Semantics, arrays_of
 
 
 class _Tokens(NamedTuple):
@@ -310,8 +310,8 @@ def backward(
 
 def in_types_of(operands: Operands, grads: Gradients) -> Gradients:
     """Gradients rounded to the types of their operands."""
-    given = {name: x for name, x in grads._asdict().items() if x is not None}
-    return Gradients(**{name: x.astype(getattr(operands, name).dtype) for name, x in given.items()})
+    given = arrays_of(grads).items()
+    return Gradients(**{name: x.astype(getattr(operands, name).dtype) for name, x in given})
 
 
 class _ScoreGradients(NamedTuple):

@@ -123,7 +123,12 @@ class Operands(NamedTuple):
     @property
     def present(self) -> tuple[str, ...]:
         """Names of the operands that are not None."""
-        return tuple(name for name in self._fields if getattr(self, name) is not None)
+        return tuple(arrays_of(self))
+
+
+def arrays_of(bundle: Any) -> dict[str, Any]:
+    """The fields of a named tuple that are not None, by name in order."""
+    return {name: x for name, x in bundle._asdict().items() if x is not None}
 
 
 class Gradients(NamedTuple):
